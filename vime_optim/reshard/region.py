@@ -2,8 +2,8 @@
 
 Megatron's distributed optimizer cuts its buffers by element count, so a rank owns a flat half-open
 range of a parameter that need not end at a row. A checkpoint addresses hyper-rectangles. This
-module cuts the one into the other. Every box is contiguous in the flat range too, so a view of the flat
-shard takes the box's shape without a copy.
+module cuts the one into the other. Every box is contiguous in the flat range too, so a view of the
+flat shard takes the box's shape without a copy.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def boxes_of_range(shape: Sequence[int], start: int, end: int) -> tuple[Box, ...
 
     Returns:
         Disjoint boxes in flat order that together hold the range: none for an empty range, at most
-        2 * n - 1 otherwise, where n counts the axes longer than one.
+        2 * n - 1 otherwise, where n counts the axes longer than one (one box where there are none).
 
     Raises:
         PlanError: the range does not lie within the shape.
