@@ -93,7 +93,7 @@ class SettingsError(VimeOptimError):
 
 
 class OptimizerStateError(VimeOptimError):
-    """The optimizer's state is not what it must be: aliased, oversized, missing or of a wrong type."""
+    """Optimizer state is not what it must be: aliased, oversized, missing or of a wrong type."""
 
 
 class CheckpointError(VimeOptimError):

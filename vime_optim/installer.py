@@ -1,0 +1,86 @@
+"""install(), uninstall() and status(): one Installation per process."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import Any
+
+import vime_optim
+from vime_optim import compat, settings
+from vime_optim.registry import Installation, Verdict, select
+from vime_optim.report import Report, Row
+
+_lock = threading.RLock()
+_installation: Installation | None = None
+
+counters: Counter[str] = Counter()
+"""Facts that fixes count while running; shown by status()."""
+
+
+def install(**arguments: Any) -> Report:
+    """See `vime_optim.install`."""
+    global _installation
+    with _lock:
+        if _installation is not None:
+            return status()
+        chosen = settings.Settings.load(**arguments)
+        from vime_optim.fixes import FIXES
+
+        skipped = select(FIXES, chosen.skip, chosen.only)
+        megatron = compat.find_megatron()
+        if megatron is not None:
+            compat.require_supported(megatron)
+        installation = Installation(FIXES, skipped, chosen.strict)
+        previous = settings.current()
+        settings.activate(chosen)
+        try:
+            installation.apply()
+        except BaseException:
+            settings.activate(previous)
+            raise
+        _installation = installation
+        return status()
+
+
+def uninstall() -> None:
+    """See `vime_optim.uninstall`."""
+    global _installation
+    with _lock:
+        if _installation is None:
+            return
+        _installation.remove()
+        _installation = None
+        settings.activate(settings.Settings())
+        counters.clear()
+
+
+def is_installed() -> bool:
+    return _installation is not None
+
+
+def status() -> Report:
+    """See `vime_optim.status`. Before install() it diagnoses nothing and lists every fix."""
+    from vime_optim.fixes import FIXES
+
+    installation = _installation or Installation(FIXES, (), strict=False)
+    megatron = compat.find_megatron()
+    rows = tuple(
+        Row(
+            fix=state.fix.id,
+            faults=state.fix.faults,
+            target=str(state.target),
+            verdict=state.diagnosis.verdict.value,
+            applied=bool(state.patches),
+            hits=installation.hits[state.fix.id],
+            reason=state.diagnosis.reason if state.diagnosis.verdict is not Verdict.PENDING else "",
+        )
+        for state in installation.states
+    )
+    return Report(
+        installed=_installation is not None,
+        version=vime_optim.__version__,
+        megatron=str(megatron) if megatron else "megatron-core not found",
+        rows=rows,
+        counters=dict(counters),
+    )

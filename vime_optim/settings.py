@@ -1,0 +1,160 @@
+"""Every setting of vime_optim: its argument, environment variable, unit and default.
+
+An argument to install() wins over the environment, the environment over the default.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from vime_optim.errors import SettingsError
+
+_TRUE = {"1", "true", "yes", "on"}
+_FALSE = {"0", "false", "no", "off", ""}
+
+
+def _flag(text: str) -> bool:
+    lowered = text.strip().lower()
+    if lowered in _TRUE:
+        return True
+    if lowered in _FALSE:
+        return False
+    raise ValueError("one of 1/0, true/false, yes/no, on/off")
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise ValueError("a whole number, at least 0")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise ValueError("a number of seconds greater than 0")
+    return value
+
+
+def _choice(*allowed: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in allowed:
+            raise ValueError("one of " + ", ".join(allowed))
+        return text
+
+    return parse
+
+
+def _setting(env: str, parse: Callable[[str], Any], default: Any, doc: str) -> Any:
+    return field(default=default, metadata={"env": env, "parse": parse, "doc": doc})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Values in force. Build with `Settings.load`."""
+
+    skip: tuple[str, ...] = _setting(
+        "VIME_OPTIM_SKIP", _names, (), "comma-separated fix or fault ids that stay off"
+    )
+    only: tuple[str, ...] = _setting(
+        "VIME_OPTIM_ONLY", _names, (), "comma-separated fix or fault ids; all others stay off"
+    )
+    strict: bool = _setting(
+        "VIME_OPTIM_STRICT", _flag, False, "raise when a fix's target is not understood"
+    )
+    sharding: str = _setting(
+        "VIME_OPTIM_SHARDING",
+        _choice("enforce", "error", "off"),
+        "enforce",
+        "what to do when a save with PAO and CPU offload asks for another type than"
+        " fully_reshardable: enforce | error | off",
+    )
+    verify: bool = _setting(
+        "VIME_OPTIM_VERIFY", _flag, False, "check the digest of every chunk that a load reads"
+    )
+    async_mode: str = _setting(
+        "VIME_OPTIM_ASYNC",
+        _choice("guard", "stage", "off"),
+        "guard",
+        "how an async save stays exact: guard (the next update waits) | stage (a copy) | off",
+    )
+    stage_bytes: int = _setting(
+        "VIME_OPTIM_STAGE_BYTES",
+        _count,
+        8 << 30,
+        "host memory, in bytes, that staged async saves of one rank may use",
+    )
+    writer_timeout_s: float = _setting(
+        "VIME_OPTIM_WRITER_TIMEOUT_S",
+        _seconds,
+        600.0,
+        "seconds without any sign of life from a living writer before the save is given up",
+    )
+
+    @classmethod
+    def load(cls, environ: Mapping[str, str] | None = None, **arguments: Any) -> Settings:
+        """Settings from the environment and from arguments, which win.
+
+        Raises:
+            SettingsError: an unknown argument, an unknown VIME_OPTIM_ setting with a value that
+                cannot be read.
+        """
+        env = os.environ if environ is None else environ
+        known = {f.name: f for f in fields(cls)}
+        for name in arguments:
+            if name not in known:
+                raise SettingsError(
+                    f"unknown setting {name!r}",
+                    expected=", ".join(sorted(known)),
+                    next_step="see vime_optim/settings.py for what each one means",
+                )
+        values: dict[str, Any] = {}
+        for name, spec in known.items():
+            text = env.get(spec.metadata["env"])
+            if arguments.get(name) is not None:
+                values[name] = _from_argument(spec.metadata, name, arguments[name])
+            elif text is not None:
+                values[name] = _parse(spec.metadata, spec.metadata["env"], text)
+        return replace(cls(), **values)
+
+
+def _parse(meta: Mapping[str, Any], where: str, text: str) -> Any:
+    try:
+        return meta["parse"](text)
+    except ValueError as error:
+        raise SettingsError(
+            "a setting has a value that cannot be read",
+            where=where,
+            got=repr(text),
+            expected=str(error),
+            next_step=f"unset {where} or give it a valid value",
+        ) from None
+
+
+def _from_argument(meta: Mapping[str, Any], name: str, value: Any) -> Any:
+    if isinstance(value, str):
+        return _parse(meta, name, value)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return tuple(str(item) for item in value)
+    return _parse(meta, name, str(value))
+
+
+_current = Settings()
+
+
+def current() -> Settings:
+    """The settings of the running installation (defaults before install())."""
+    return _current
+
+
+def activate(settings: Settings) -> None:
+    """Make `settings` the ones that fixes read. Called by install() alone."""
+    global _current
+    _current = settings
