@@ -1,0 +1,424 @@
+"""Plans: local checks, cover over all ranks, digests, and what a load must read."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vime_optim.errors import PlanError
+from vime_optim.reshard.cover import find_fault
+from vime_optim.reshard.plan import (
+    KeyInfo,
+    LoadPlan,
+    Piece,
+    SavePlan,
+    Source,
+    Target,
+    check_cover,
+    check_local,
+    compare_digests,
+    digest,
+    first_difference,
+    pieces_of_range,
+    rank_list,
+    union_keys,
+    wanted_exactly_once,
+)
+
+
+def piece(offset, size, shape, key="w", replica=0, start=0):
+    numel = int(np.prod(size, dtype=int))
+    return Piece(key, shape, offset, size, numel, replica, Source(key, "param", start))
+
+
+def cut_target(target, dp, state="param"):
+    """(rank, piece) of a target cut into `dp` flat ranges of nearly one length."""
+    numel = int(np.prod(target.local_shape, dtype=int))
+    borders = [numel * rank // dp for rank in range(dp + 1)]
+    for rank in range(dp):
+        for one in pieces_of_range(
+            target, borders[rank], borders[rank + 1], param="p", state=state, shard_start=0
+        ):
+            yield rank, one
+
+
+# --- pieces_of_range
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_pieces_address_the_elements_that_the_shard_holds(data):
+    local = tuple(data.draw(st.lists(st.integers(1, 4), max_size=3)))
+    prepended = data.draw(st.integers(0, 2))
+    extra = tuple(data.draw(st.integers(0, 2)) for _ in local)
+    offset = tuple(data.draw(st.integers(0, 3)) for _ in range(prepended))
+    offset += tuple(data.draw(st.integers(0, e)) for e in extra)
+    shape = (4,) * prepended + tuple(n + e for n, e in zip(local, extra, strict=True))
+    numel = int(np.prod(local, dtype=int))
+    flat_start = data.draw(st.integers(0, 5))
+    param_numel = flat_start + numel + data.draw(st.integers(0, 5))
+    start, end = sorted(data.draw(st.integers(0, param_numel)) for _ in range(2))
+    shard_start = data.draw(st.integers(0, 3))
+    target = Target("k", shape, offset, local, flat_start, (0, 1, 0))
+
+    # Brute force: write each element's shard position into the global tensor, one by one.
+    expected = np.full(shape, -1)
+    window = tuple(slice(o, o + 1) for o in offset[:prepended])
+    window += tuple(slice(o, o + n) for o, n in zip(offset[prepended:], local, strict=True))
+    values = np.arange(flat_start, flat_start + numel)
+    inside = (values >= start) & (values < end)
+    run = np.where(inside, values - start + shard_start, -1)
+    expected[window] = run.reshape((1,) * prepended + local)
+
+    got = np.full(shape, -1)
+    for p in pieces_of_range(target, start, end, param="p", state="s", shard_start=shard_start):
+        box = tuple(slice(o, o + n) for o, n in zip(p.offset, p.size, strict=True))
+        assert (got[box] == -1).all()
+        positions = np.arange(p.source.start_elem, p.source.start_elem + p.numel)
+        got[box] = positions.reshape(p.size)
+        assert (p.key, p.global_shape, p.replica_id) == ("k", shape, (0, 1, 0))
+        assert not p.is_main_replica
+    assert np.array_equal(got, expected)
+
+
+# --- find_fault
+
+
+def brute_force(lo, hi, shape):
+    count = np.zeros(shape, dtype=int)
+    for a, b in zip(lo, hi, strict=True):
+        count[tuple(slice(x, y) for x, y in zip(a, b, strict=True))] += 1
+    return count
+
+
+@st.composite
+def random_boxes(draw):
+    """Guillotine cuts of a tensor, perhaps with a box changed, dropped or doubled."""
+    shape = tuple(draw(st.lists(st.integers(1, 6), max_size=4)))
+    boxes = [(tuple(0 for _ in shape), shape)]
+    for _ in range(draw(st.integers(0, 12)) if shape else 0):
+        index = draw(st.integers(0, len(boxes) - 1))
+        axis = draw(st.integers(0, len(shape) - 1))
+        lo, hi = boxes[index]
+        if hi[axis] - lo[axis] > 1:
+            at = draw(st.integers(lo[axis] + 1, hi[axis] - 1))
+            boxes[index] = (lo, hi[:axis] + (at,) + hi[axis + 1 :])
+            boxes.append((lo[:axis] + (at,) + lo[axis + 1 :], hi))
+    action = draw(st.sampled_from(["none", "drop", "double", "random", "shrink"]))
+    index = draw(st.integers(0, len(boxes) - 1))
+    if action == "drop":
+        boxes.pop(index)
+    elif action == "double":
+        boxes.append(boxes[index])
+    elif action == "random":
+        lo = tuple(draw(st.integers(0, n - 1)) for n in shape)
+        boxes.append((lo, tuple(draw(st.integers(a, n)) for a, n in zip(lo, shape, strict=True))))
+    elif action == "shrink" and shape:
+        lo, hi = boxes[index]
+        boxes[index] = (lo, (hi[0] - 1, *hi[1:]))
+    return shape, draw(st.permutations(boxes))
+
+
+def as_arrays(boxes, axes):
+    lo = np.array([b[0] for b in boxes], dtype=np.int64).reshape(len(boxes), axes)
+    hi = np.array([b[1] for b in boxes], dtype=np.int64).reshape(len(boxes), axes)
+    return lo, hi
+
+
+def assert_fault_is_real(fault, count, boxes, full):
+    assert all(s > 0 for s in fault.size)
+    region = tuple(slice(o, o + s) for o, s in zip(fault.offset, fault.size, strict=True))
+    if not fault.boxes:
+        assert full
+        assert (count[region] == 0).all()
+        return
+    first, second = fault.boxes
+    assert first != second
+    for index in fault.boxes:
+        lo, hi = boxes[index]
+        assert all(a <= o for a, o in zip(lo, fault.offset, strict=True))
+        ends = [o + s for o, s in zip(fault.offset, fault.size, strict=True)]
+        assert all(b >= e for b, e in zip(hi, ends, strict=True))
+
+
+@pytest.mark.parametrize("full", [True, False])
+@settings(max_examples=500, deadline=None)
+@given(random_boxes())
+def test_faults_against_brute_force(full, case):
+    shape, boxes = case
+    lo, hi = as_arrays(boxes, len(shape))
+    count = brute_force(lo, hi, shape)
+    fault = find_fault(lo, hi, shape, full=full)
+    sound = (count == 1).all() if full else (count <= 1).all()
+    assert (fault is None) == bool(sound)
+    if fault is not None:
+        assert_fault_is_real(fault, count, boxes, full)
+
+
+@pytest.mark.parametrize("full", [True, False])
+@settings(max_examples=500, deadline=None)
+@given(st.data())
+def test_faults_of_arbitrary_boxes_against_brute_force(full, data):
+    shape = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
+    boxes = []
+    for _ in range(data.draw(st.integers(0, 6))):
+        lo = tuple(data.draw(st.integers(0, n)) for n in shape)
+        hi = tuple(data.draw(st.integers(a, n)) for a, n in zip(lo, shape, strict=True))
+        boxes.append((lo, hi))
+    lo, hi = as_arrays(boxes, len(shape))
+    count = brute_force(lo, hi, shape)
+    fault = find_fault(lo, hi, shape, full=full)
+    sound = (count == 1).all() if full else (count <= 1).all()
+    assert (fault is None) == bool(sound)
+    if fault is not None:
+        assert_fault_is_real(fault, count, boxes, full)
+
+
+def test_a_pinwheel_has_no_plane_and_is_still_sound():
+    boxes = [
+        ((0, 0), (1, 2)),
+        ((0, 2), (2, 3)),
+        ((2, 1), (3, 3)),
+        ((1, 0), (3, 1)),
+        ((1, 1), (2, 2)),
+    ]
+    lo, hi = as_arrays(boxes, 2)
+    assert find_fault(lo, hi, (3, 3), full=True) is None
+    fault = find_fault(lo[:4], hi[:4], (3, 3), full=True)
+    assert (fault.offset, fault.size, fault.boxes) == ((1, 1), (1, 1), ())
+
+
+def test_many_boxes_take_no_quadratic_time():
+    """200,000 sound boxes, and 200,000 nested ones whose pairs all overlap."""
+    n = 200_000
+    edges = np.arange(n, dtype=np.int64)[:, None]
+    rng = np.random.default_rng(0)
+    order = rng.permutation(n)
+    began = time.perf_counter()
+    assert find_fault(edges[order], edges[order] + 1, (n,), full=True) is None
+    fault = find_fault(np.zeros_like(edges), edges + 1, (n,), full=True)
+    assert len(fault.boxes) == 2
+    # Comparing all pairs would be 4e10 steps: hours. The bound only has to tell those apart.
+    assert time.perf_counter() - began < 60
+
+
+# --- check_cover and check_local
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 40), st.integers(1, 7), st.integers(1, 7))
+def test_tensor_parallel_columns_cut_by_data_parallel_ranges_cover(tp, dp, rows, columns):
+    pieces = []
+    for rank in range(tp):
+        target = Target("w", (2, rows, columns * tp), (1, 0, rank * columns), (rows, columns))
+        other = replace(target, global_offset=(0, 0, rank * columns))
+        for t in (target, other):
+            pieces += [(rank * dp + r, p) for r, p in cut_target(t, dp)]
+    shapes = {"w": (2, rows, columns * tp)}
+    check_cover(pieces, shapes)
+    without = pieces[1:]
+    with pytest.raises(PlanError, match="incomplete"):
+        check_cover(without, shapes)
+    with pytest.raises(PlanError, match="twice"):
+        check_cover([*pieces, (99, pieces[0][1])], shapes)
+
+
+def test_a_gap_names_key_range_and_shape():
+    pieces = [(0, piece((0, 0), (2, 4), (4, 4))), (1, piece((3, 0), (1, 4), (4, 4)))]
+    with pytest.raises(PlanError) as caught:
+        check_cover(pieces, {"w": (4, 4)})
+    text = str(caught.value)
+    assert "w, [2:3, 0:4] of shape (4, 4)" in text
+    assert "written by no rank" in text
+
+
+def test_an_overlap_names_both_ranks():
+    pieces = [(3, piece((0, 0), (3, 4), (4, 4))), (7, piece((2, 0), (2, 4), (4, 4)))]
+    with pytest.raises(PlanError) as caught:
+        check_cover(pieces, {"w": (4, 4)})
+    text = str(caught.value)
+    assert "w, [2:3, 0:4]" in text
+    assert "ranks 3 and 7" in text or "ranks 7 and 3" in text
+
+
+def test_replicas_do_not_count():
+    whole = piece((0,), (4,), (4,))
+    check_cover([(0, whole), (1, replace(whole, replica_id=(0, 1, 0)))], {"w": (4,)})
+    with pytest.raises(PlanError, match="incomplete"):
+        check_cover([(1, replace(whole, replica_id=1))], {"w": (4,)})
+
+
+def test_a_scalar_is_covered_by_one_piece():
+    one = piece((), (), ())
+    check_cover([(0, one)], {"w": ()})
+    with pytest.raises(PlanError, match="incomplete"):
+        check_cover([], {"w": ()})
+    with pytest.raises(PlanError, match="twice"):
+        check_cover([(0, one), (1, one)], {"w": ()})
+
+
+def test_a_key_that_nobody_lists_is_refused():
+    with pytest.raises(PlanError, match="no plan lists"):
+        check_cover([(0, piece((0,), (4,), (4,)))], {})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"numel": 5},
+        {"offset": (3,)},
+        {"offset": (-1,)},
+        {"size": (0,), "numel": 0},
+        {"size": (2, 2)},
+        {"global_shape": (5,)},
+        {"source": Source("w", "param", -1)},
+    ],
+)
+def test_unsound_pieces_are_refused(wrong):
+    good = piece((0,), (4,), (4,))
+    bad = replace(good, **wrong)
+    check_local(SavePlan(0, (good,)))
+    with pytest.raises(PlanError, match="does not fit"):
+        check_cover([(5, bad)], {"w": (4,)})
+    if "global_shape" not in wrong:
+        with pytest.raises(PlanError, match="rank 5"):
+            check_local(SavePlan(5, (bad,)))
+
+
+def test_local_overlap_is_refused_and_local_gap_is_not():
+    left, right = piece((0,), (2,), (6,)), piece((3,), (2,), (6,), start=2)
+    check_local(SavePlan(0, (left, right)))
+    clash = piece((1,), (3,), (6,), start=7)
+    with pytest.raises(PlanError, match=r"w, \[1:2\]"):
+        check_local(LoadPlan(0, (left, right, clash)))
+
+
+# --- wanted_exactly_once
+
+
+def read_of(*ranges, param="p", state="exp_avg"):
+    pieces = [
+        Piece("k", (100,), (start,), (end - start,), end - start, 0, Source(param, state, start))
+        for start, end in ranges
+    ]
+    return LoadPlan(2, tuple(pieces))
+
+
+def test_wanted_ranges_may_be_read_in_parts():
+    plan = read_of((5, 10), (0, 5), (20, 30))
+    wanted_exactly_once(plan, {("p", "exp_avg"): [(0, 10), (20, 30)]})
+    wanted_exactly_once(plan, {("p", "exp_avg"): [(0, 7), (7, 10), (20, 30)]})
+
+
+@pytest.mark.parametrize(
+    ("ranges", "message"),
+    [
+        ([(0, 8)], r"leaves a wanted range out(.|\n)*\[8, 10\)"),
+        ([(2, 10)], r"leaves a wanted range out(.|\n)*\[0, 2\)"),
+        ([(0, 4), (5, 10)], r"leaves a wanted range out(.|\n)*\[4, 5\)"),
+        ([(0, 12)], r"not wanted(.|\n)*\[10, 12\)"),
+        ([(0, 6), (4, 10)], r"twice(.|\n)*\[4, 6\)"),
+        ([(0, 10), (0, 10)], r"twice(.|\n)*\[0, 10\)"),
+        ([], r"leaves a wanted range out(.|\n)*\[0, 10\)"),
+    ],
+)
+def test_wrong_reads_name_the_range(ranges, message):
+    with pytest.raises(PlanError, match=message) as caught:
+        wanted_exactly_once(read_of(*ranges), {("p", "exp_avg"): [(0, 10)]})
+    assert "p (exp_avg)" in str(caught.value)
+    assert caught.value.rank == 2
+
+
+def test_a_state_that_nobody_wants_is_refused():
+    with pytest.raises(PlanError, match="not wanted"):
+        wanted_exactly_once(read_of((0, 3), state="extra"), {})
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 12), st.integers(0, 5)), max_size=4),
+    st.lists(st.tuples(st.integers(0, 12), st.integers(1, 5)), max_size=4),
+)
+def test_reads_against_brute_force(wanted, read):
+    need, have = np.zeros(20, dtype=int), np.zeros(20, dtype=int)
+    for start, length in wanted:
+        need[start : start + length] = 1
+    for start, length in read:
+        have[start : start + length] += 1
+    plan = read_of(*[(s, s + n) for s, n in read])
+    ranges = {("p", "exp_avg"): [(s, s + n) for s, n in wanted]}
+    if np.array_equal(need, have):
+        wanted_exactly_once(plan, ranges)
+    else:
+        with pytest.raises(PlanError):
+            wanted_exactly_once(plan, ranges)
+
+
+# --- digests and keys
+
+KEYS = (KeyInfo("a", (4, 2), "float32"), KeyInfo("b", (3,), "float32"))
+
+
+def test_digest_covers_the_shared_part_alone():
+    plan = SavePlan(0, (piece((0,), (4,), (4,)),), KEYS)
+    same = [
+        SavePlan(1, (), KEYS),
+        SavePlan(0, (), KEYS[::-1]),
+        SavePlan(0, (), KEYS + KEYS),
+        LoadPlan(3, (), KEYS),
+    ]
+    assert {digest(p) for p in same} == {digest(plan)}
+    other = [
+        SavePlan(0, (), KEYS[:1]),
+        SavePlan(0, (), (replace(KEYS[0], key="c"), KEYS[1])),
+        SavePlan(0, (), (replace(KEYS[0], global_shape=(42,)), KEYS[1])),
+        SavePlan(0, (), (replace(KEYS[0], dtype="bfloat16"), KEYS[1])),
+        SavePlan(0, (), KEYS, sharding_type="dp_reshardable"),
+        SavePlan(0, (), KEYS, format_version=2),
+    ]
+    assert len({digest(p) for p in [plan, *other]}) == 1 + len(other)
+    # Fixed for good: ranks may run different builds of Python.
+    assert digest(plan) == "39d2b51c1e41a0b8"
+
+
+def test_differing_digests_group_the_ranks():
+    compare_digests(["ab12"] * 4)
+    compare_digests([])
+    with pytest.raises(PlanError) as caught:
+        compare_digests(["ab12", "ab12", "ab12", "cd34", "ab12"])
+    assert "digest ab12: ranks 0-2,4; digest cd34: rank 3" in str(caught.value)
+
+
+def test_differing_digests_name_the_first_differing_key():
+    changed = (KEYS[0], replace(KEYS[1], global_shape=(5,)))
+    with pytest.raises(PlanError) as caught:
+        compare_digests(["x", "y", "x"], ranks=[4, 6, 8], keys_by_rank=[KEYS, changed, KEYS])
+    text = str(caught.value)
+    assert "b: (3,) float32 on ranks 4,8; (5,) float32 on rank 6" in text
+    assert "digest x: ranks 4,8; digest y: rank 6" in text
+
+
+def test_first_difference():
+    assert first_difference([KEYS, KEYS[::-1]]) is None
+    assert first_difference([KEYS, KEYS[1:]]) == "a: (4, 2) float32 on rank 0; absent on rank 1"
+
+
+def test_union_of_keys_refuses_two_shapes():
+    extra = KeyInfo("c", (), "float32")
+    union = union_keys([(0, KEYS), (1, (KEYS[1], extra))])
+    assert union == {"a": KEYS[0], "b": KEYS[1], "c": extra}
+    with pytest.raises(PlanError) as caught:
+        union_keys([(0, KEYS), (9, (replace(KEYS[1], global_shape=(7,)),))])
+    assert "b" in str(caught.value)
+    assert "(7,) float32 on rank 9" in str(caught.value)
+
+
+def test_rank_list():
+    assert rank_list([3]) == "rank 3"
+    assert rank_list([4, 0, 1, 2]) == "ranks 0-2,4"
+    assert rank_list([1, 3]) == "ranks 1,3"
