@@ -1,0 +1,296 @@
+"""One verify case: what is trained, saved, loaded and compared. Plain data, no torch.
+
+A case has a compact spelling that `Case.parse` reads and `Case.name` writes, for example
+``0.16.1,hybrid,pao,f=0.5,fully_reshardable,dp=2->3``. Words are separated by commas:
+
+- the optimizer: ``hybrid`` (HybridDeviceOptimizer), ``fused`` (FusedAdam), ``torch`` (AdamW),
+- ``pao`` or ``nopao``; ``f=`` the offload fraction; ``m=`` and ``v=`` the dtypes of exp_avg and
+  exp_avg_sq (fp32, bf16, fp16, fp8); ``rem`` or ``norem`` for store_param_remainders,
+- the format: ``fully_reshardable``, ``dp_reshardable``, ``default`` (the caller passes no type),
+- ``dp= tp= pp= ep=``: ``2`` or ``2->3`` for another size at load,
+- ``load:WORD`` gives the loading optimizer another value than the saving one,
+- ``moe`` or ``moe-grouped``; ``tied``; ``fp32norm`` (one fp32 norm weight among bf16 ones),
+- ``stock`` (without vime_optim.install()), ``model-only`` (load the weights alone),
+- ``async=forked`` or ``async=persistent``; ``steps=``, ``more=``, ``every=`` (save interval).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from vime_optim.errors import VerifyError
+
+OPTIMIZERS = ("hybrid", "fused", "torch")
+SHARDINGS = ("fully_reshardable", "dp_reshardable")
+DTYPES = ("fp32", "bf16", "fp16", "fp8")
+ASYNC_MODES = ("off", "forked", "persistent")
+MOE_KINDS = ("none", "sequential", "grouped")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Parallel sizes of one launch; `ep` divides `dp`, as in Megatron."""
+
+    dp: int = 2
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * self.tp * self.pp
+
+
+@dataclass(frozen=True)
+class Backend:
+    """The optimizer of one side. `offload_fraction` matters to `hybrid` alone."""
+
+    optimizer: str = "hybrid"
+    offload_fraction: float = 1.0
+    pao: bool = True
+    exp_avg_dtype: str = "fp32"
+    exp_avg_sq_dtype: str = "fp32"
+    remainders: bool = True
+
+
+@dataclass(frozen=True)
+class Case:
+    """See the module's docstring; sizes in elements, steps counted from 1."""
+
+    megatron: str = "0.16.1"
+    backend: Backend = field(default_factory=Backend)
+    load_backend: Backend = field(default_factory=Backend)
+    layout: Layout = field(default_factory=Layout)
+    load_layout: Layout = field(default_factory=Layout)
+    sharding: str | None = "fully_reshardable"
+    moe: str = "none"
+    tied: bool = False
+    fp32_norm: bool = False
+    install: bool = True
+    model_only: bool = False
+    async_mode: str = "off"
+    num_steps: int = 3
+    more_steps: int = 2
+    save_interval: int | None = None
+    seed: int = 1234
+
+    def __post_init__(self) -> None:
+        for label, layout in (("save", self.layout), ("load", self.load_layout)):
+            _check_layout(label, layout)
+        for backend in (self.backend, self.load_backend):
+            _check_backend(backend)
+        _one_of("the sharding type", self.sharding, (*SHARDINGS, None))
+        _one_of("the async mode", self.async_mode, ASYNC_MODES)
+        _one_of("the kind of MoE", self.moe, MOE_KINDS)
+        if self.num_steps < 1 or self.more_steps < 0:
+            raise VerifyError(
+                "a verify case needs at least one step before the save",
+                got=f"num_steps={self.num_steps}, more_steps={self.more_steps}",
+            )
+        if self.save_interval is not None and self.save_interval < 1:
+            raise VerifyError("the save interval must be at least 1", got=self.save_interval)
+
+    @property
+    def total_steps(self) -> int:
+        return self.num_steps + self.more_steps
+
+    @property
+    def save_steps(self) -> tuple[int, ...]:
+        """Iterations after which a checkpoint is written; the last is always `num_steps`."""
+        every = self.save_interval or self.num_steps
+        regular = range(every, self.num_steps + 1, every)
+        return tuple(sorted({*regular, self.num_steps}))
+
+    @property
+    def same_layout(self) -> bool:
+        return self.layout == self.load_layout
+
+    @property
+    def same_backend(self) -> bool:
+        return self.backend == self.load_backend
+
+    @property
+    def name(self) -> str:
+        words = [self.megatron, *_backend_words(self.backend), self.sharding or "default"]
+        for size in ("dp", "tp", "pp", "ep"):
+            here, there = getattr(self.layout, size), getattr(self.load_layout, size)
+            if size == "dp" or (here, there) != (1, 1):
+                words.append(f"{size}={here}" if here == there else f"{size}={here}->{there}")
+        if not self.same_backend:
+            words += [f"load:{word}" for word in _backend_words(self.load_backend)]
+        if self.moe != "none":
+            words.append("moe" if self.moe == "sequential" else "moe-grouped")
+        words += ["tied"] * self.tied + ["fp32norm"] * self.fp32_norm
+        if self.async_mode != "off":
+            words.append(f"async={self.async_mode}")
+        words += ["model-only"] * self.model_only
+        for word, value, default in (
+            ("steps", self.num_steps, 3),
+            ("more", self.more_steps, 2),
+            ("every", self.save_interval, None),
+        ):
+            if value != default:
+                words.append(f"{word}={value}")
+        words += ["stock"] * (not self.install)
+        return ",".join(words)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Case:
+        """Inverse of `to_dict`; VerifyError when a field is missing or unknown."""
+        values = dict(values)
+        try:
+            for key, kind in _NESTED.items():
+                values[key] = kind(**values[key])
+            return cls(**values)
+        except (KeyError, TypeError) as error:
+            raise VerifyError(
+                "the description of a verify case cannot be read",
+                got=repr(error),
+                next_step="save again with this version of vime_optim",
+            ) from None
+
+    @classmethod
+    def parse(cls, text: str, *, megatron: str | None = None) -> Case:
+        """A case from its compact spelling.
+
+        Raises:
+            VerifyError: a word that means nothing, or a value out of range.
+        """
+        return _parse(text, megatron)
+
+    def replace(self, **changes: Any) -> Case:
+        return dataclasses.replace(self, **changes)
+
+
+_NESTED: dict[str, type] = {
+    "backend": Backend,
+    "load_backend": Backend,
+    "layout": Layout,
+    "load_layout": Layout,
+}
+
+
+def _check_layout(label: str, layout: Layout) -> None:
+    sizes = dataclasses.asdict(layout)
+    if min(sizes.values()) < 1:
+        raise VerifyError(f"a parallel size of the {label} layout is below 1", got=sizes)
+    if layout.dp % layout.ep:
+        raise VerifyError(
+            f"the expert-parallel size of the {label} layout must divide the data-parallel size",
+            got=f"dp={layout.dp}, ep={layout.ep}",
+        )
+
+
+def _check_backend(backend: Backend) -> None:
+    _one_of("the optimizer", backend.optimizer, OPTIMIZERS)
+    _one_of("the dtype of exp_avg", backend.exp_avg_dtype, DTYPES)
+    _one_of("the dtype of exp_avg_sq", backend.exp_avg_sq_dtype, DTYPES)
+    if not 0.0 <= backend.offload_fraction <= 1.0:
+        raise VerifyError(
+            "the offload fraction is not within 0 and 1", got=backend.offload_fraction
+        )
+
+
+def _one_of(what: str, got: object, allowed: tuple[object, ...]) -> None:
+    if got not in allowed:
+        raise VerifyError(f"{what} is unknown", got=got, expected=", ".join(map(str, allowed)))
+
+
+def _backend_words(backend: Backend) -> list[str]:
+    words = [backend.optimizer]
+    if backend.optimizer != "torch":
+        words.append("pao" if backend.pao else "nopao")
+    if backend.optimizer == "hybrid":
+        words.append(f"f={backend.offload_fraction:g}")
+    words += [f"m={backend.exp_avg_dtype}"] * (backend.exp_avg_dtype != "fp32")
+    words += [f"v={backend.exp_avg_sq_dtype}"] * (backend.exp_avg_sq_dtype != "fp32")
+    return words + ["norem"] * (not backend.remainders)
+
+
+_FLAGS: dict[str, tuple[str, Any]] = {
+    "fully_reshardable": ("sharding", "fully_reshardable"),
+    "dp_reshardable": ("sharding", "dp_reshardable"),
+    "default": ("sharding", None),
+    "moe": ("moe", "sequential"),
+    "moe-grouped": ("moe", "grouped"),
+    "tied": ("tied", True),
+    "fp32norm": ("fp32_norm", True),
+    "stock": ("install", False),
+    "model-only": ("model_only", True),
+}
+_NUMBERS = {
+    "steps": "num_steps",
+    "more": "more_steps",
+    "every": "save_interval",
+    "seed": "seed",
+}
+_BACKEND_FLAGS: dict[str, dict[str, Any]] = {
+    "hybrid": {"optimizer": "hybrid"},
+    "fused": {"optimizer": "fused"},
+    "torch": {"optimizer": "torch", "pao": False},
+    "pao": {"pao": True},
+    "nopao": {"pao": False},
+    "rem": {"remainders": True},
+    "norem": {"remainders": False},
+}
+_BACKEND_VALUES = {"f": "offload_fraction", "m": "exp_avg_dtype", "v": "exp_avg_sq_dtype"}
+
+
+def _backend_change(word: str) -> dict[str, Any] | None:
+    if word in _BACKEND_FLAGS:
+        return _BACKEND_FLAGS[word]
+    key, found, value = word.partition("=")
+    if not found or key not in _BACKEND_VALUES:
+        return None
+    return {_BACKEND_VALUES[key]: _number(word, value, float) if key == "f" else value}
+
+
+def _number(word: str, value: str, kind: type[Any]) -> Any:
+    try:
+        return kind(value)
+    except ValueError:
+        raise VerifyError("a word of a verify case has no number", got=word) from None
+
+
+def _parse(text: str, megatron: str | None) -> Case:
+    values: dict[str, Any] = {}
+    backend: dict[str, Any] = {}
+    load_backend: dict[str, Any] = {}
+    sizes: tuple[dict[str, int], dict[str, int]] = ({}, {})
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        key, _, value = word.partition("=")
+        change = _backend_change(word.removeprefix("load:"))
+        if change is not None:
+            (load_backend if word.startswith("load:") else backend).update(change)
+        elif word in _FLAGS:
+            values[_FLAGS[word][0]] = _FLAGS[word][1]
+        elif key in ("dp", "tp", "pp", "ep") and value:
+            here, _, there = value.partition("->")
+            sizes[0][key] = _number(word, here, int)
+            sizes[1][key] = _number(word, there or here, int)
+        elif key in _NUMBERS and value:
+            values[_NUMBERS[key]] = _number(word, value, int)
+        elif key == "async" and value:
+            values["async_mode"] = value
+        elif word[0].isdigit() or "/" in word:
+            values["megatron"] = word
+        else:
+            raise VerifyError(
+                "a word of a verify case is unknown",
+                got=word,
+                next_step="the words are listed at the top of vime_optim/verify/case.py",
+            )
+    if megatron is not None:
+        values["megatron"] = megatron
+    return Case(
+        backend=Backend(**backend),
+        load_backend=Backend(**{**backend, **load_backend}),
+        layout=Layout(**sizes[0]),
+        load_layout=Layout(**sizes[1]),
+        **values,
+    )

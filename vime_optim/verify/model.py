@@ -1,0 +1,245 @@
+"""A small Qwen3-shaped GPT from the real megatron-core, with its DDP, optimizer and scheduler.
+
+RMSNorm, SwiGLU, grouped queries, norms on queries and keys, rotary positions, no bias; local layer
+specs, so Transformer Engine is not needed. Sizes are chosen so that buckets need padding and
+data-parallel borders cut parameters anywhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from vime_optim.verify.case import Backend, Case, Layout
+
+HIDDEN_SIZE = 40
+HEAD_SIZE = 12
+NUM_HEADS = 4
+NUM_KV_HEADS = 2
+FFN_SIZE = 56
+EXPERT_FFN_SIZE = 24
+NUM_EXPERTS = 4
+NUM_LAYERS = 2
+VOCAB_SIZE = 96
+SEQUENCE_LENGTH = 8
+#: Divides by the data-parallel sizes 1, 2, 3, 4, 6 and 12.
+GLOBAL_BATCH_SIZE = 12
+#: Elements; small enough that the model needs several buckets.
+BUCKET_NUMEL = 9000
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
+
+
+@dataclass
+class Job:
+    """Everything that one rank trains with. `iteration` counts finished steps."""
+
+    case: Case
+    layout: Layout
+    backend: Backend
+    model: Any  # DistributedDataParallel
+    optimizer: Any  # DistributedOptimizer or ChainedOptimizer
+    scheduler: Any  # OptimizerParamScheduler
+    device: torch.device
+    iteration: int = 0
+    consumed_samples: int = 0
+
+    @property
+    def gpt(self) -> Any:
+        """The GPTModel inside DDP and Float16Module, whose sharded_state_dict is saved."""
+        module = self.model
+        while hasattr(module, "module"):
+            module = module.module
+        return module
+
+
+def build(case: Case, layout: Layout, backend: Backend, seed: int) -> Job:
+    """Initialize model parallelism and build model, optimizer and scheduler for one side."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        expert_model_parallel_size=layout.ep,
+    )
+    seed_everything(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    device = torch.device("cuda", torch.cuda.current_device())
+    model = _build_model(case, layout, device)
+    optimizer = _build_optimizer(backend, model)
+    # Stages of a pipeline draw different amounts while they build; all continue alike from here.
+    seed_everything(seed + 1)
+    job = Job(case, layout, backend, model, optimizer, _build_scheduler(optimizer), device)
+    return job
+
+
+def seed_everything(seed: int) -> None:
+    """Seed python's, numpy's and torch's CPU generators."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+
+
+def _build_model(case: Case, layout: Layout, device: torch.device) -> Any:
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer.module import Float16Module
+
+    config = _transformer_config(case, layout)
+    gpt = GPTModel(
+        config=config,
+        transformer_layer_spec=_layer_spec(case),
+        vocab_size=VOCAB_SIZE,
+        max_sequence_length=SEQUENCE_LENGTH,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=case.tied,
+        position_embedding_type="rope",
+        rotary_percent=1.0,
+    )
+    for parameter in gpt.parameters():
+        parameter.data = parameter.data.to(device)
+    for buffer in gpt.buffers():
+        buffer.data = buffer.data.to(device)
+    model = Float16Module(config, gpt)
+    if case.fp32_norm:
+        _keep_one_norm_in_fp32(gpt)
+    ddp = DistributedDataParallel(
+        config=config,
+        ddp_config=DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=True,
+            bucket_size=BUCKET_NUMEL,
+        ),
+        module=model,
+    )
+    config.no_sync_func = ddp.no_sync
+    config.finalize_model_grads_func = finalize_model_grads
+    return ddp
+
+
+def _transformer_config(case: Case, layout: Layout) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    moe: dict[str, Any] = {}
+    if case.moe != "none":
+        moe = {
+            "num_moe_experts": NUM_EXPERTS,
+            "moe_router_topk": 2,
+            "moe_ffn_hidden_size": EXPERT_FFN_SIZE,
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_aux_loss_coeff": 1e-2,
+            "moe_grouped_gemm": case.moe == "grouped",
+        }
+    return TransformerConfig(
+        num_layers=NUM_LAYERS,
+        hidden_size=HIDDEN_SIZE,
+        num_attention_heads=NUM_HEADS,
+        num_query_groups=NUM_KV_HEADS,
+        kv_channels=HEAD_SIZE,
+        ffn_hidden_size=FFN_SIZE,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        qk_layernorm=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        expert_model_parallel_size=layout.ep,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        **moe,
+    )
+
+
+def _layer_spec(case: Case) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    return get_gpt_layer_local_spec(
+        num_experts=None if case.moe == "none" else NUM_EXPERTS,
+        moe_grouped_gemm=case.moe == "grouped",
+        qk_layernorm=True,
+        normalization="RMSNorm",
+    )
+
+
+def _keep_one_norm_in_fp32(gpt: Any) -> None:
+    """Make the first norm of each stage fp32, as routers and some norms are in real models."""
+    norm = gpt.decoder.layers[0].input_layernorm
+    norm.weight.data = norm.weight.data.float()
+    plain = norm.forward
+
+    def forward(x: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+        result: torch.Tensor = plain(x.float(), *rest, **named)
+        return result.to(x.dtype)
+
+    norm.forward = forward
+
+
+def optimizer_config(backend: Backend) -> Any:
+    """Megatron's OptimizerConfig for one backend."""
+    from megatron.core.optimizer import OptimizerConfig
+
+    values: dict[str, Any] = {
+        "optimizer": "adam",
+        "lr": 2e-2,
+        "min_lr": 1e-4,
+        "weight_decay": 0.05,
+        "bf16": True,
+        "params_dtype": torch.bfloat16,
+        "use_distributed_optimizer": True,
+        "clip_grad": 1.0,
+        "use_precision_aware_optimizer": backend.pao,
+        "store_param_remainders": backend.remainders,
+        "exp_avg_dtype": DTYPES[backend.exp_avg_dtype],
+        "exp_avg_sq_dtype": DTYPES[backend.exp_avg_sq_dtype],
+    }
+    if backend.optimizer == "hybrid":
+        values.update(
+            optimizer_cpu_offload=True,
+            optimizer_offload_fraction=backend.offload_fraction,
+            overlap_cpu_optimizer_d2h_h2d=True,
+        )
+    known = {field.name for field in dataclasses.fields(OptimizerConfig)}
+    return OptimizerConfig(**{name: value for name, value in values.items() if name in known})
+
+
+def _build_optimizer(backend: Backend, model: Any) -> Any:
+    from megatron.core.optimizer import get_megatron_optimizer
+
+    return get_megatron_optimizer(optimizer_config(backend), [model])
+
+
+def _build_scheduler(optimizer: Any) -> Any:
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=2e-2,
+        min_lr=1e-4,
+        lr_warmup_steps=2 * GLOBAL_BATCH_SIZE,
+        lr_decay_steps=20 * GLOBAL_BATCH_SIZE,
+        lr_decay_style="cosine",
+        start_wd=0.05,
+        end_wd=0.1,
+        wd_incr_steps=20 * GLOBAL_BATCH_SIZE,
+        wd_incr_style="linear",
+    )

@@ -1,0 +1,120 @@
+"""What one rank of a launch does: process group, the job's function, its result or its error.
+
+Run as a program (`python -m vime_optim.verify.rank REQUEST.json RANK`) for real devices, where
+nothing may be forked after CUDA has started. Light at the top, since spawn imports it again.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+
+def import_megatron(tree: str, device: str) -> None:
+    """Import torch and the given megatron-core, on the simulated device when `device` is cpu.
+
+    Raises:
+        VerifyError: another megatron-core than the given one was imported.
+    """
+    sys.path.insert(0, tree)
+    import torch
+
+    torch.set_num_threads(1)
+    if device == "cpu":
+        from vime_optim.simulate.megatron import prepare
+
+        prepare("torch")
+    import megatron.core
+
+    _check_origin(Path(tree), str(megatron_file(megatron.core)))
+    for name in (
+        "megatron.core.dist_checkpointing",
+        "megatron.core.distributed",
+        "megatron.core.models.gpt",
+        "megatron.core.models.gpt.gpt_layer_specs",
+        "megatron.core.optimizer",
+        "megatron.core.optimizer.distrib_optimizer",
+        "megatron.core.pipeline_parallel",
+        "vime_optim.verify.job",
+    ):
+        importlib.import_module(name)
+
+
+def megatron_file(module: Any) -> Any:
+    return module.__file__ or next(iter(module.__path__))
+
+
+def _check_origin(expected: Path, got: str) -> None:
+    from vime_optim.errors import VerifyError
+
+    if not Path(got).resolve().is_relative_to(expected.resolve()):
+        raise VerifyError(
+            "another megatron-core than the asked one was imported",
+            got=got,
+            expected=f"below {expected}",
+            next_step="look at PYTHONPATH and at what is installed in this environment",
+        )
+
+
+def run(request: dict[str, Any], rank: int) -> int:
+    """Run the request's function in an initialized process group; 0, or 1 after an error.
+
+    Writes `rank{N}.json` into the request's folder: {"result": ...} or {"error": ...} with the
+    error's type, text, traceback and time.
+    """
+    out = Path(request["out"])
+    try:
+        _init_process_group(request, rank)
+        module_name, _, function_name = request["target"].partition(":")
+        function = getattr(importlib.import_module(module_name), function_name)
+        answer = {"result": function(request["payload"])}
+        status = 0
+    except BaseException as error:
+        traceback.print_exc()
+        answer = {
+            "error": {
+                "type": type(error).__name__,
+                "message": str(error),
+                "traceback": traceback.format_exc(),
+                "time_s": time.time(),
+                "rank": rank,
+            }
+        }
+        status = 1
+    partial = out / f"rank{rank}.json.part"
+    partial.write_text(json.dumps(answer))
+    partial.rename(out / f"rank{rank}.json")
+    return status
+
+
+def _init_process_group(request: dict[str, Any], rank: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    world_size = request["world_size"]
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    backend = "gloo"
+    if request["device"] == "cuda":
+        torch.cuda.set_device(rank)
+        backend = "cpu:gloo,cuda:nccl"
+    store = dist.FileStore(f"{request['out']}/rendezvous", world_size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+
+
+def main() -> None:
+    request = json.loads(Path(sys.argv[1]).read_text())
+    import_megatron(request["megatron"], request["device"])
+    status = run(request, int(sys.argv[2]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

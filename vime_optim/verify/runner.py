@@ -1,0 +1,243 @@
+"""Runs one case: save, fresh ranks, load, compare. Used by `vime-optim verify` and the tests."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vime_optim.errors import VerifyError
+from vime_optim.verify.case import Case
+from vime_optim.verify.launch import LAUNCH_TIMEOUT_S, Launcher, RankFailure, TemplateError
+
+_JOB = "vime_optim.verify.job:"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One comparison. `differences` as texts, in order of kind and name."""
+
+    name: str
+    compared: int
+    differences: list[str]
+    kinds: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class Outcome:
+    """What became of a case."""
+
+    case: Case
+    stages: list[Stage] = field(default_factory=list)
+    failed_in: str | None = None
+    error: str | None = None
+    error_type: str | None = None
+    traceback: str | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    hits: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def exact(self) -> bool:
+        """Everything ran and not one bit differs."""
+        return self.error is None and not self.differences
+
+    @property
+    def sound(self) -> bool:
+        """The restored state owns its storage and holds no more bytes than it has."""
+        memory = self.facts.get("memory", {})
+        return not memory.get("aliased") and memory.get("held_bytes") == memory.get("own_bytes")
+
+    @property
+    def differences(self) -> list[str]:
+        return [text for stage in self.stages for text in stage.differences]
+
+    def summary(self) -> str:
+        """One line."""
+        if self.error is not None:
+            return f"{self.failed_in} failed: {self.error_type}: {self.error.splitlines()[0]}"
+        if not self.differences:
+            return "exact" if self.sound else f"exact, but unsound: {self._memory()}"
+        parts = [
+            f"{stage.name}: {len(stage.differences)} of {stage.compared}"
+            f" ({', '.join(f'{kind} {count}' for kind, count in stage.kinds.items())})"
+            for stage in self.stages
+            if stage.differences
+        ]
+        return "differs: " + "; ".join(parts)
+
+    def _memory(self) -> str:
+        memory = self.facts.get("memory", {})
+        return (
+            f"{memory.get('held_bytes')} bytes held for {memory.get('own_bytes')},"
+            f" {len(memory.get('aliased', []))} aliased"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "case": self.case.name,
+            "exact": self.exact,
+            "sound": self.sound,
+            **{key: value for key, value in asdict(self).items() if key != "case"},
+        }
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """Folders of one case: checkpoints in Megatron's layout, and what verify adds beside them."""
+
+    directory: Path
+
+    @property
+    def captures(self) -> Path:
+        return self.directory / "verify" / "captures"
+
+    @property
+    def logs(self) -> Path:
+        return self.directory / "verify" / "logs"
+
+    @property
+    def case_file(self) -> Path:
+        return self.directory / "verify" / "case.json"
+
+
+class CaseRun:
+    """The phases of one case on one launcher; each fills in the outcome."""
+
+    def __init__(
+        self, launcher: Launcher, case: Case, directory: Path, timeout_s: float = LAUNCH_TIMEOUT_S
+    ) -> None:
+        self.case = case
+        self.place = Workplace(directory)
+        self.outcome = Outcome(case)
+        self._launcher = launcher
+        self._timeout_s = timeout_s
+
+    def phase(self, name: str, step: int | None = None) -> list[dict[str, Any]]:
+        """Run one function of job.py on all ranks of its side's layout."""
+        loading = name in ("resume", "reference")
+        layout = self.case.load_layout if loading else self.case.layout
+        payload = {
+            "case": self.case.to_dict(),
+            "directory": str(self.place.directory),
+            "captures": str(self.place.captures),
+            "step": step,
+        }
+        results = self._launcher.run(
+            _JOB + name,
+            world_size=layout.world_size,
+            payload=payload,
+            out=self.place.logs / name,
+            timeout_s=self._timeout_s,
+        )
+        for result in results:
+            for fix, count in result["hits"].items():
+                self.outcome.hits[fix] = self.outcome.hits.get(fix, 0) + count
+        return results
+
+    def save(self, *, separate_continuous: bool) -> None:
+        """Train and save; with `separate_continuous` also train in a run that never saves."""
+        self.place.case_file.parent.mkdir(parents=True, exist_ok=True)
+        self.place.case_file.write_text(json.dumps(self.case.to_dict(), indent=2))
+        self.phase("save")
+        if separate_continuous:
+            self.phase("continuous")
+            self._compare("saving changes nothing", "continuous", "after_save")
+
+    def load(self, step: int) -> None:
+        """Load in fresh ranks, train on, and compare with what the first run did."""
+        results = self.phase("resume", step)
+        self.outcome.facts.update(_facts(results))
+        loaded_skips = {"grad"} | ({"model-only"} if self.case.model_only else set())
+        case = self.case
+        if case.model_only:
+            self._compare("loaded", f"saved_{step}", "loaded", only={"model"})
+        else:
+            self._compare("loaded", f"saved_{step}", "loaded", skip=loaded_skips | self._rng_skip())
+        if case.same_layout and case.same_backend and not case.model_only:
+            has_own = (self.place.captures / "continuous").is_dir()
+            self._compare("resumed", "continuous" if has_own else "after_save", "resumed")
+        elif case.more_steps:
+            self.phase("reference", step)
+            self._compare("resumed", "reference", "resumed")
+
+    def _rng_skip(self) -> set[str]:
+        saved, loaded = self.case.layout, self.case.load_layout
+        return set() if (saved.tp, saved.pp) == (loaded.tp, loaded.pp) else {"rng"}
+
+    def _compare(
+        self,
+        stage: str,
+        expected: str,
+        got: str,
+        *,
+        skip: set[str] | None = None,
+        only: set[str] | None = None,
+    ) -> None:
+        from vime_optim.verify.compare import compare, load_state
+
+        first = load_state(self.place.captures / expected)
+        second = load_state(self.place.captures / got)
+        left_out = set(skip or ())
+        if only is not None:
+            left_out |= {*first.kinds(), *second.kinds()} - only
+        found = compare(first, second, skip=left_out, round_to_got=not self.case.same_backend)
+        names = {*first.tensors, *first.values}
+        compared = len([key for key in names if key[0] not in left_out])
+        kinds: dict[str, int] = {}
+        for difference in found:
+            kinds[difference.kind] = kinds.get(difference.kind, 0) + 1
+        self.outcome.stages.append(Stage(stage, compared, [str(d) for d in found], kinds))
+
+
+def _facts(results: list[dict[str, Any]]) -> dict[str, Any]:
+    memories = [result["memory"] for result in results]
+    return {
+        "rng_untouched": all(result["rng_untouched"] for result in results),
+        "memory": {
+            "own_bytes": sum(memory["own_bytes"] for memory in memories),
+            "held_bytes": sum(memory["held_bytes"] for memory in memories),
+            "aliased": [
+                f"rank {rank}: {text}"
+                for rank, memory in enumerate(memories)
+                for text in memory["aliased"]
+            ],
+        },
+    }
+
+
+def run_case(
+    launcher: Launcher,
+    case: Case,
+    directory: Path,
+    *,
+    step: int | None = None,
+    separate_continuous: bool = False,
+    timeout_s: float = LAUNCH_TIMEOUT_S,
+) -> Outcome:
+    """Save, load in fresh ranks, compare. Failures of the job end up in the outcome."""
+    started = time.monotonic()
+    run = CaseRun(launcher, case, directory, timeout_s)
+    phase = "save"
+    try:
+        run.save(separate_continuous=separate_continuous)
+        phase = "load"
+        run.load(case.num_steps if step is None else step)
+    except TemplateError:
+        raise
+    except VerifyError as error:
+        record_error(run.outcome, phase, error)
+    run.outcome.seconds = time.monotonic() - started
+    return run.outcome
+
+
+def record_error(outcome: Outcome, phase: str, error: VerifyError) -> None:
+    """Put the failure of a phase into the outcome."""
+    outcome.failed_in = phase
+    if isinstance(error, RankFailure):
+        outcome.error, outcome.error_type = error.message or error.what, error.error_type
+        outcome.traceback = error.traceback
+    else:
+        outcome.error, outcome.error_type = str(error), type(error).__name__

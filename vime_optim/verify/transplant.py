@@ -1,0 +1,100 @@
+"""Puts a captured state into a running job, tensor by tensor, without any checkpoint code.
+
+Used to make the reference of a resume in another layout: its training steps sum gradients in
+another order than the first run, so it can only be compared with a run of the same layout.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vime_optim.verify.capture import (
+    ParameterState,
+    parameter_places,
+    parameter_states,
+    set_rng_state,
+)
+from vime_optim.verify.compare import State, global_index, load_state
+from vime_optim.verify.model import GLOBAL_BATCH_SIZE, Job, seed_everything
+
+
+def apply(job: Job, folder: Path, iteration: int) -> None:
+    """Write weights, masters and moments of a capture into the job's own tensors."""
+    state = load_state(folder)
+    places = parameter_places(job)
+    with torch.no_grad():
+        for parameter in job.gpt.parameters():
+            flat = _local(state, "model", places[id(parameter)], parameter.numel())
+            parameter.data.copy_(flat.view(parameter.shape))
+        for own in parameter_states(job.optimizer):
+            _write_state(job, state, places[id(own.model_parameter)], own)
+    job.iteration = iteration
+    job.consumed_samples = iteration * GLOBAL_BATCH_SIZE
+    _set_generators(job, folder)
+
+
+def _write_state(job: Job, state: State, place: list[dict[str, Any]], own: ParameterState) -> None:
+    numel = own.model_parameter.numel()
+    part = slice(own.start, own.end)
+    source = "model" if job.case.model_only else "master"
+    _write_master(own, _local(state, source, place, numel)[part].float())
+    if job.case.model_only:
+        return
+    for kind in own.tensors:
+        _write_moment(own, kind, _local(state, kind, place, numel)[part])
+
+
+def _write_master(own: ParameterState, value: torch.Tensor) -> None:
+    stored = own.stored.get("master_param")
+    if stored is None:
+        if own.leaf.dtype == torch.float32:
+            own.leaf.data.copy_(value)
+            if own.outer_leaf is not own.leaf:
+                own.outer_leaf.data.copy_(value)
+    elif stored.dtype == torch.int16:
+        bits = value.view(torch.int32)
+        stored.copy_((bits & 0xFFFF).to(torch.int32).view(torch.int16)[::2])
+        high = (bits.to(torch.int64) >> 16) + (stored < 0).cpu().to(torch.int64)
+        own.leaf.data.copy_(high.to(torch.int16).view(torch.bfloat16))
+    else:
+        _write_moment(own, "master_param", value)
+
+
+def _write_moment(own: ParameterState, kind: str, value: torch.Tensor) -> None:
+    if kind in own.scales:
+        own.owner.set_scaled_state(own.leaf, kind, value.float().to(own.leaf.device))
+    else:
+        own.tensors.get(kind, own.stored[kind]).copy_(value)
+
+
+def _local(state: State, kind: str, place: list[dict[str, Any]], numel: int) -> torch.Tensor:
+    """The flat local parameter of one place, cut out of the global tensors."""
+    first = state.tensors[kind, place[0]["key"]]
+    flat = torch.zeros(numel, dtype=first.dtype)
+    for part in place:
+        flat[part["index"]] = state.tensors[kind, part["key"]].view(-1)[global_index(part)]
+    return flat
+
+
+def _set_generators(job: Job, folder: Path) -> None:
+    """The generator states that a load gives, see checkpoint.load."""
+    saved, here = job.case.layout, job.layout
+    if (saved.tp, saved.pp) != (here.tp, here.pp):
+        seed_everything(job.case.seed + 1000 + job.iteration)
+        return
+    # The saved state of this tensor and pipeline rank; data-parallel ranks hold the same.
+    record = torch.load(folder / f"rank{_saved_rank(job)}.pt", weights_only=True)
+    set_rng_state(record["rng"])
+
+
+def _saved_rank(job: Job) -> int:
+    """A rank of the saved launch with this rank's tensor and pipeline coordinates."""
+    from megatron.core import parallel_state
+
+    tensor = parallel_state.get_tensor_model_parallel_rank()
+    pipeline = parallel_state.get_pipeline_model_parallel_rank()
+    layout = job.case.layout
+    return tensor + layout.tp * layout.dp * pipeline
