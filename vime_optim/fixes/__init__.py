@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+from vime_optim.fixes import common_state, finetune, hybrid, precision, restore, sharding, step
 from vime_optim.registry import Fix
 
-FIXES: tuple[Fix, ...] = ()
+FIXES: tuple[Fix, ...] = (
+    *step.FIXES,
+    *restore.FIXES,
+    *precision.FIXES,
+    *hybrid.FIXES,
+    *finetune.FIXES,
+    *sharding.FIXES,
+    *common_state.FIXES,
+)

@@ -1,0 +1,97 @@
+"""A stand-in for the inner optimizer that carries param groups and no tensors.
+
+Megatron's DistributedOptimizer calls state_dict() and load_state_dict() of its inner optimizer
+only for the param groups and the step: param state travels by itself. FusedAdam copies every
+state in both calls, and HybridDeviceOptimizer builds itself anew, which is F18 and a part of F8
+and F10. While Megatron's method runs, `self.optimizer` is this proxy, and nothing is copied.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import wrapt
+
+from vime_optim.backends.kinds import is_hybrid, is_native
+from vime_optim.backends.steps import read_step
+
+_HYBRID_SETTINGS = frozenset(
+    {
+        "offload_fraction",
+        "cpu_optimizer_cls",
+        "gpu_optimizer_cls",
+        "param_update_in_fp32",
+        "pin_cpu_grads",
+        "pin_cpu_params",
+        "overlap_cpu_optimizer_d2h_h2d",
+    }
+)
+"""How a HybridDeviceOptimizer was built. It is this run's choice, never a checkpoint's."""
+
+
+class GroupsOnly(wrapt.ObjectProxy):  # type: ignore[type-arg]
+    """Passes for the inner optimizer (isinstance included), except in these two methods."""
+
+    def state_dict(self) -> dict[str, Any]:
+        inner = self.__wrapped__
+        packed = torch.optim.Optimizer.state_dict(inner)
+        groups = [clean_group(group) for group in packed["param_groups"]]
+        return {"state": self._steps_alone(packed["state"]), "param_groups": groups}
+
+    def _steps_alone(self, state: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+        if not is_native(self.__wrapped__):
+            return {}
+        steps = {key: {"step": value["step"]} for key, value in state.items() if "step" in value}
+        # Before the first step there is none; Megatron insists on exactly one value.
+        return steps or {0: {"step": torch.zeros(())}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        load_groups(self.__wrapped__, state_dict["param_groups"])
+
+
+def load_groups(inner: Any, saved_groups: list[dict[str, Any]]) -> None:
+    """Take hyperparameters from saved groups, in order; parameters and tensors stay."""
+    for group, saved in zip(inner.param_groups, saved_groups, strict=True):
+        kept = {k: v for k, v in clean_group(saved).items() if k not in ("params", "step")}
+        group.update(kept)
+    if is_hybrid(inner):
+        inner._sync_hdo_param_groups_to_sub_optimizers()
+
+
+def clean_group(group: dict[str, Any]) -> dict[str, Any]:
+    """A param group without classes and without HybridDeviceOptimizer's construction settings."""
+    return {
+        key: value
+        for key, value in group.items()
+        if key not in _HYBRID_SETTINGS and not inspect.isclass(value)
+    }
+
+
+@contextmanager
+def groups_only(dist_opt: Any) -> Iterator[Any]:
+    """`dist_opt.optimizer` is a GroupsOnly proxy in this block; yields the real one."""
+    inner = dist_opt.optimizer
+    dist_opt.optimizer = GroupsOnly(inner)
+    try:
+        yield inner
+    finally:
+        dist_opt.optimizer = inner
+
+
+def saved_step(groups: list[dict[str, Any]]) -> int | None:
+    """The step that a checkpoint's param groups record, or None. The highest one is the truth:
+    FusedAdam of older releases does not advance groups that are empty on a rank."""
+    steps = [int(group["step"]) for group in groups if group.get("step") is not None]
+    return max(steps, default=None)
+
+
+def step_into_groups(inner: Any, groups: list[dict[str, Any]]) -> None:
+    """Record the optimizer's step in every saved group, where Megatron's loaders look for it."""
+    step = read_step(inner)
+    if step is not None:
+        for group in groups:
+            group["step"] = step

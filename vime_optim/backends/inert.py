@@ -1,0 +1,117 @@
+"""Optimizer state made without drawing random numbers and without moving a parameter.
+
+Megatron makes the state of a HybridDeviceOptimizer by stepping with random gradients, and that of
+torch's Adam not at all. Here each optimizer's own initialisation is called, and only that.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from vime_optim.backends.kinds import is_hybrid, is_native, is_transformer_engine
+from vime_optim.errors import OptimizerStateError
+
+
+def ensure_state(dist_opt: Any) -> None:
+    """Make the state of every parameter that has none. State that exists stays as it is."""
+    inner = dist_opt.optimizer
+    if is_hybrid(inner):
+        ensure_hybrid_state(inner)
+        return
+    _ensure(inner, getattr(dist_opt, "init_state_fn", None), dist_opt.config)
+
+
+def ensure_hybrid_state(hybrid: Any) -> None:
+    """The same for a HybridDeviceOptimizer alone."""
+    for optimizer in hybrid.sub_optimizers:
+        _ensure(optimizer, None, None)
+    hybrid._sync_sub_optimizers_state_to_hdo()
+
+
+def _ensure(optimizer: Any, init_state_fn: Any, config: Any) -> None:
+    missing = [
+        (group, param)
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if param.numel() and not optimizer.state.get(param)
+    ]
+    if not missing:
+        return
+    if is_transformer_engine(optimizer):
+        for _, param in missing:
+            _initialize_fused(optimizer, param)
+    elif is_native(optimizer) and hasattr(optimizer, "_init_group"):
+        _initialize_native(optimizer, missing)
+    elif init_state_fn is not None:
+        init_state_fn(optimizer, config)
+    elif _is_apex(optimizer):
+        for _, param in missing:
+            optimizer.state[param].update(
+                exp_avg=torch.zeros_like(param.detach()),
+                exp_avg_sq=torch.zeros_like(param.detach()),
+            )
+    else:
+        _step_without_effect(optimizer)
+
+
+def _is_apex(optimizer: Any) -> bool:
+    return type(optimizer).__module__.startswith("apex.optimizers")
+
+
+def _initialize_fused(optimizer: Any, param: torch.Tensor) -> None:
+    remainders = bool(
+        getattr(optimizer, "store_param_remainders", False) and param.dtype == torch.bfloat16
+    )
+    takes = inspect.signature(optimizer.initialize_state).parameters
+    if "store_param_remainders" in takes:
+        optimizer.initialize_state(param, remainders)
+    else:
+        optimizer.initialize_state(param)
+
+
+def _initialize_native(optimizer: Any, missing: list[tuple[dict[str, Any], torch.Tensor]]) -> None:
+    """torch's own lazy initialisation, which runs for parameters that have a gradient."""
+    by_group: dict[int, tuple[dict[str, Any], list[torch.Tensor]]] = {}
+    for group, param in missing:
+        by_group.setdefault(id(group), (group, []))[1].append(param)
+    for group, params in by_group.values():
+        kept = [(param, param.grad) for param in params]
+        try:
+            for param in params:
+                # One element seen as many: the gradient is looked at, never used.
+                param.grad = torch.zeros((), dtype=param.dtype, device=param.device).expand(
+                    param.shape
+                )
+            only = {**group, "params": params}
+            slots = len(inspect.signature(optimizer._init_group).parameters) - 1
+            optimizer._init_group(only, *([] for _ in range(slots)))
+        finally:
+            for param, grad in kept:
+                param.grad = grad
+
+
+def _step_without_effect(optimizer: Any) -> None:
+    """For an optimizer that offers no initialisation: a step on zero gradients, then undone."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    before = [(param.detach().clone(), param.grad) for param in params]
+    steps = [group.get("step") for group in optimizer.param_groups]
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    for param, (value, grad) in zip(params, before, strict=True):
+        param.detach().copy_(value)
+        param.grad = grad
+    for group, step in zip(optimizer.param_groups, steps, strict=True):
+        if step is None:
+            group.pop("step", None)
+        else:
+            group["step"] = step
+    if any(param.numel() and not optimizer.state.get(param) for param in params):
+        raise OptimizerStateError(
+            "an optimizer made no state on its first step",
+            where=f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
+            next_step="this optimizer cannot be restored; report it to vime_optim",
+        )

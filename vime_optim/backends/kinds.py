@@ -1,0 +1,70 @@
+"""Which backend an inner optimizer is. Told by what it can do, so that forks are understood too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+STATE_MASTER = "master_param"
+"""Key under which FusedAdam and HybridDeviceOptimizer keep the master parameter in `state`."""
+
+MASTER = "param"
+"""Key of the master parameter in Megatron's param state (get/set and checkpoint keys)."""
+
+
+def is_hybrid(inner: Any) -> bool:
+    """True for Megatron's HybridDeviceOptimizer (CPU offload)."""
+    return hasattr(inner, "sub_optimizers") and hasattr(inner, "param_to_inner_param")
+
+
+def is_transformer_engine(inner: Any) -> bool:
+    """True for Transformer Engine's FusedAdam, whose states may be scaled or coded."""
+    return hasattr(inner, "set_scaled_state") and hasattr(inner, "get_unscaled_state")
+
+
+def is_native(inner: Any) -> bool:
+    """True for torch's own Adam and AdamW, which keep a `step` tensor per parameter."""
+    return isinstance(inner, (torch.optim.Adam, torch.optim.AdamW))
+
+
+def is_precision_aware(dist_opt: Any) -> bool:
+    """True when the inner optimizer, not Megatron, holds the master parameters."""
+    return bool(getattr(dist_opt.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False))
+
+
+def sub_optimizers(inner: Any) -> list[Any]:
+    """The optimizers that hold state: those inside a HybridDeviceOptimizer, or `inner` itself."""
+    return list(inner.sub_optimizers) if is_hybrid(inner) else [inner]
+
+
+def has_buffers(dist_opt: Any) -> bool:
+    """False for stubs (nothing trainable) and Megatron-FSDP, which keep no DDP buffers."""
+    if getattr(dist_opt, "is_stub_optimizer", False):
+        return False
+    return not getattr(dist_opt.ddp_config, "use_megatron_fsdp", False)
+
+
+def optimizer_param(dist_opt: Any, model_param: torch.Tensor) -> torch.Tensor:
+    """The 1-D shard that the inner optimizer knows `model_param` by."""
+    group_index, order = dist_opt.model_param_group_index_map[model_param]
+    param: torch.Tensor = dist_opt.optimizer.param_groups[group_index]["params"][order]
+    return param
+
+
+def owned_params(dist_opt: Any) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+    """(model parameter, its range map) for every parameter that this rank holds a shard of."""
+    for ranges_by_dtype in dist_opt.gbuf_ranges:
+        for buckets in ranges_by_dtype.values():
+            for bucket in buckets:
+                yield from bucket["param_map"].items()
+
+
+def param_name(dist_opt: Any, model_param: torch.Tensor) -> str:
+    """The model's name for a parameter, for messages."""
+    for chunk in dist_opt.model_chunks:
+        for name, param in chunk.named_parameters():
+            if param is model_param:
+                return str(name).removeprefix("module.").removeprefix("module.")
+    return f"<unnamed parameter of shape {tuple(model_param.shape)}>"

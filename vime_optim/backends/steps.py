@@ -1,0 +1,86 @@
+"""The step counter, wherever a backend keeps it.
+
+torch's Adam keeps a tensor per parameter in `state`; Transformer Engine's and Apex's FusedAdam
+keep one number per param group; HybridDeviceOptimizer has several optimizers of either sort.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vime_optim.backends.kinds import is_hybrid, is_native, sub_optimizers
+from vime_optim.errors import OptimizerStateError
+
+
+def read_step(inner: Any) -> int | None:
+    """The number of steps taken, or None when nothing counts yet.
+
+    Raises:
+        OptimizerStateError: the counters of one optimizer disagree.
+    """
+    found: dict[int, str] = {}
+    for position, optimizer in enumerate(sub_optimizers(inner)):
+        for step in _counters(optimizer):
+            found.setdefault(step, f"{type(optimizer).__name__} #{position}")
+    if len(found) > 1:
+        raise OptimizerStateError(
+            "the step counters of one optimizer disagree",
+            got=", ".join(f"step {step} in {where}" for step, where in sorted(found.items())),
+            expected="one step for all parameters, as Megatron stores a single one",
+            next_step="this run was resumed wrongly before; load a checkpoint with vime_optim"
+            " installed",
+        )
+    return next(iter(found), None)
+
+
+def _counters(optimizer: Any) -> set[int]:
+    if is_native(optimizer):
+        return {int(s["step"]) for s in optimizer.state.values() if "step" in s}
+    # FusedAdam may not count the groups that are empty on this rank.
+    return {int(g["step"]) for g in optimizer.param_groups if "step" in g and len(g["params"])}
+
+
+def write_step(inner: Any, step: int) -> None:
+    """Set every counter to `step`, keeping each counter's dtype and device, sharing none."""
+    for optimizer in sub_optimizers(inner):
+        if is_native(optimizer):
+            _write_native(optimizer, step)
+        else:
+            _write_fused(optimizer, step)
+    if is_hybrid(inner):
+        # HybridDeviceOptimizer copies its groups over those of its parts before each step: a
+        # counter there would freeze FusedAdam's for ever.
+        for group in inner.param_groups:
+            group.pop("step", None)
+
+
+def _write_native(optimizer: Any, step: int) -> None:
+    for group in optimizer.param_groups:
+        group.pop("step", None)
+        for param in group["params"]:
+            state = optimizer.state.get(param)
+            if state:
+                state["step"] = _native_step(group, param, state.get("step"), step)
+
+
+def _native_step(group: dict[str, Any], param: torch.Tensor, old: Any, step: int) -> torch.Tensor:
+    on_param = bool(group.get("capturable") or group.get("fused"))
+    dtype = old.dtype if isinstance(old, torch.Tensor) else torch.float32
+    # A number that torch would not make on the parameter's device stays on the host, also when
+    # Megatron moved it.
+    device = param.device if on_param else torch.device("cpu")
+    return torch.full((), float(step), dtype=dtype, device=device)
+
+
+def _write_fused(optimizer: Any, step: int) -> None:
+    for group in optimizer.param_groups:
+        old = group.get("step")
+        if isinstance(old, torch.Tensor):
+            group["step"] = torch.full_like(old, step)
+        else:
+            group["step"] = step
+        for param in group["params"]:
+            # Megatron puts a torch-style step beside FusedAdam's moments; it means nothing there.
+            optimizer.state.get(param, {}).pop("step", None)

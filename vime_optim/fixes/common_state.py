@@ -1,0 +1,117 @@
+"""The common state holds no classes and no steps, and is read under weights_only.
+
+Symptom: load raises UnpicklingError, as optimizer classes sit in the common state (F9); load raises
+`Cannot merge two lists with different lengths`, as a per-rank list of steps does (F2).
+Cause: HybridDeviceOptimizer's defaults are copied into its param groups; a step that is no
+ShardedTensor counts as common state, which rank 0 alone writes.
+Changes: while Megatron reads the common state, the names of known optimizer classes stand for inert
+placeholders (no class is imported, none is ever allowed globally); what was read is then cleared of
+classes and of param state. What a checkpoint of ours holds is kept clean by the `step` fix.
+Leaves alone: everything else in the common state.
+Remove when: no checkpoint of megatron-core 0.15 to 0.18 is left.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from vime_optim.errors import CheckpointError
+from vime_optim.probe import missing_parameters
+from vime_optim.registry import NEEDED, Diagnosis, Fix, Hit, Target, not_understood
+
+
+def _wrap_load_common(original: Any, hit: Hit) -> Any:
+    def load_common(*args: Any, **kwargs: Any) -> Any:
+        from vime_optim.checkpoint.inert import inert_class
+        from vime_optim.checkpoint.safe_load import OPTIMIZER_CLASSES
+
+        stand_ins = [(inert_class(name), name) for name in OPTIMIZER_CLASSES]
+        with torch.serialization.safe_globals(stand_ins):  # type: ignore[arg-type]
+            state = original(*args, **kwargs)
+        if mend_common_state(state):
+            hit()
+        return state
+
+    return load_common
+
+
+def mend_common_state(state: Any) -> list[str]:
+    """Clear a loaded common state, in place, of classes and of param state.
+
+    Returns:
+        The dotted paths that were removed.
+
+    Raises:
+        CheckpointError: its param state holds more than steps, which cannot be dropped.
+    """
+    from vime_optim.checkpoint.safe_load import strip_classes
+
+    return strip_classes(state) + _strip_param_state(state, "", 6)
+
+
+def _strip_param_state(state: Any, path: str, depth: int) -> list[str]:
+    if not isinstance(state, dict) or depth == 0:
+        return []
+    removed: list[str] = []
+    for key, value in list(state.items()):
+        dotted = f"{path}.{key}" if path else str(key)
+        if key == "param_state" and "param_state_sharding_type" in state:
+            _require_only_steps(value, dotted)
+            del state[key]
+            removed.append(dotted)
+        else:
+            removed += _strip_param_state(value, dotted, depth - 1)
+    return removed
+
+
+def _require_only_steps(value: Any, path: str) -> None:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if key not in ("step", "padding", "per_bucket_numel", "per_bucket_numel_unpadded"):
+                _require_only_steps(item, f"{path}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            _require_only_steps(item, f"{path}.{index}")
+    else:
+        raise CheckpointError(
+            "the common state holds param state that is no step",
+            where=path,
+            got=type(value).__name__,
+            expected="step counters alone, as trees with the `continue` patch leave them",
+            next_step="inspect the checkpoint with `vime-optim inspect`; nothing was loaded",
+        )
+
+
+def _diagnose(module: ModuleType, original: Any) -> Diagnosis:
+    reason = missing_parameters(original, "checkpoint_dir")
+    return not_understood(reason) if reason else NEEDED
+
+
+_COMMON = "megatron.core.dist_checkpointing.strategies.common"
+
+FIXES = (
+    Fix(
+        id="common-state",
+        faults=("F2", "F9"),
+        summary="the common state is read under weights_only, without classes and stray steps",
+        targets=(
+            Target(
+                _COMMON,
+                "TorchCommonLoadStrategy.load_common",
+                _wrap_load_common,
+                _diagnose,
+                optional=True,
+            ),
+            Target(_COMMON, "load_common", _wrap_load_common, _diagnose, optional=True),
+            Target(
+                "megatron.core.dist_checkpointing.serialization",
+                "load_common_state_dict",
+                _wrap_load_common,
+                _diagnose,
+            ),
+        ),
+    ),
+)

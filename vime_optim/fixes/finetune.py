@@ -1,0 +1,107 @@
+"""A model loaded without its optimizer (fine-tuning) refreshes every master parameter.
+
+Symptom: the first step after loading a model throws the loaded weights away (F12).
+Cause: `_copy_model_params_to_main_params` returns early under PAO, where FusedAdam may already hold
+masters of the old weights, and under CPU offload without PAO, where Megatron's own float32 copies
+are never written.
+Changes: after Megatron's method, the masters that it left out are set from the model's parameters,
+or from the state dict that was given.
+Leaves alone: Megatron-FSDP, stubs, float8 parameters under delayed scaling with PAO.
+Remove when: the method has no early return.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+import wrapt
+
+from vime_optim.backends.inert import ensure_state
+from vime_optim.backends.kinds import (
+    has_buffers,
+    is_hybrid,
+    is_precision_aware,
+    owned_params,
+)
+from vime_optim.backends.slots import master_slot
+from vime_optim.fixes.precision import sync_moved_params
+from vime_optim.fixes.restore import write_slot
+from vime_optim.probe import missing_parameters, source_of
+from vime_optim.registry import NEEDED, Diagnosis, Fix, Hit, Target, fixed_upstream, not_understood
+
+
+class _Unmarked(wrapt.ObjectProxy):  # type: ignore[type-arg]
+    """An optimizer that isinstance() does not take for a HybridDeviceOptimizer."""
+
+    @property
+    def __class__(self) -> Any:  # type: ignore[misc]
+        return torch.optim.Optimizer
+
+
+def _wrap(original: Any, hit: Hit) -> Any:
+    def copy_model_params_to_main_params(self: Any, state_dict: Any = None) -> None:
+        if not has_buffers(self):
+            original(self, *(() if state_dict is None else (state_dict,)))
+            return
+        hit()
+        inner = self.optimizer
+        if is_precision_aware(self):
+            _refresh_inner_masters(self, state_dict)
+            return
+        # Megatron's own masters first; it would skip them for a HybridDeviceOptimizer.
+        self.optimizer = _Unmarked(inner) if is_hybrid(inner) else inner
+        try:
+            original(self, *(() if state_dict is None else (state_dict,)))
+        finally:
+            self.optimizer = inner
+        if is_hybrid(inner):
+            inner.update_fp32_param_by_new_param()
+
+    return copy_model_params_to_main_params
+
+
+@torch.no_grad()
+def _refresh_inner_masters(dist_opt: Any, state_dict: Any) -> None:
+    if not is_hybrid(dist_opt.optimizer):
+        if not dist_opt.optimizer.state and state_dict is None:
+            return  # FusedAdam makes its masters from the parameters, on the first step
+        ensure_state(dist_opt)
+    sources = {}
+    if state_dict is not None:
+        sources = dist_opt._build_model_param_to_state_dict_param_map(state_dict)
+    for model_param, ranges in owned_params(dist_opt):
+        source = sources.get(model_param, model_param).detach()
+        if type(source) not in (torch.Tensor, torch.nn.Parameter):
+            source = source.float()  # a quantized tensor cannot be sliced by elements
+        flat = source.reshape(-1)[ranges["param"].start : ranges["param"].end]
+        write_slot(dist_opt, master_slot(dist_opt, model_param), flat.float())
+    sync_moved_params(dist_opt)
+
+
+def _diagnose(module: ModuleType, original: Any) -> Diagnosis:
+    reason = missing_parameters(original, "self", "state_dict")
+    if reason:
+        return not_understood(reason)
+    source = source_of(original)
+    if "update_fp32_param_by_new_param" in source or "use_precision_aware_optimizer" in source:
+        return NEEDED
+    return fixed_upstream("no early return under PAO or CPU offload")
+
+
+FIXES = (
+    Fix(
+        id="fine-tune",
+        faults=("F12",),
+        summary="loading a model without its optimizer refreshes every master parameter",
+        targets=(
+            Target(
+                "megatron.core.optimizer.distrib_optimizer",
+                "DistributedOptimizer._copy_model_params_to_main_params",
+                _wrap,
+                _diagnose,
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,149 @@
+"""`step` never enters sharded param state and is restored from the param groups.
+
+Symptom: save asserts on a 0-dim `step` (F1); a per-rank list of steps in the common state cannot be
+merged (F2); Adam resumes at step 1 (F3); FusedAdam's counter freezes under fractional offload (F4);
+a fresh torch Adam has no step to save, and one tensor is shared by all parameters (F8); state is
+built twice more on load (F18).
+Cause: a counter is handled as if it were a state of the shape of its parameter.
+Changes: param state holds tensors of the parameter's size alone; state_dict() and load_state_dict()
+of the DistributedOptimizer see the inner optimizer's groups without its tensors; the step is read
+from and written to wherever the backend keeps it.
+Leaves alone: Megatron-FSDP, stubs, how groups are matched, the grad scaler.
+Remove when: every supported megatron-core restores each backend's counter.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from vime_optim.backends.groups import groups_only, saved_step, step_into_groups
+from vime_optim.backends.inert import ensure_state
+from vime_optim.backends.kinds import (
+    has_buffers,
+    is_native,
+    is_precision_aware,
+    is_transformer_engine,
+    optimizer_param,
+)
+from vime_optim.backends.slots import slots_of
+from vime_optim.backends.steps import write_step
+from vime_optim.errors import CheckpointError
+from vime_optim.fixes.precision import is_canonical, sync_moved_params
+from vime_optim.probe import missing_parameters, source_of
+from vime_optim.registry import NEEDED, Diagnosis, Fix, Hit, Target, Wrap, not_understood
+
+MODULE = "megatron.core.optimizer.distrib_optimizer"
+
+
+def _wrap_state_dict(original: Any, hit: Hit) -> Any:
+    def state_dict(self: Any) -> dict[str, Any]:
+        if not has_buffers(self):
+            result: dict[str, Any] = original(self)
+            return result
+        hit()
+        with groups_only(self) as inner:
+            result = original(self)
+        step_into_groups(inner, result["optimizer"]["param_groups"])
+        return result
+
+    return state_dict
+
+
+def _wrap_load_state_dict(original: Any, hit: Hit) -> Any:
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        if not has_buffers(self):
+            original(self, state_dict)
+            return
+        hit()
+        groups = _groups_of(state_dict)
+        step = saved_step(groups)
+        ensure_state(self)
+        with groups_only(self) as inner:
+            original(self, _with_one_step(state_dict, groups, step, is_native(inner)))
+        if step is not None:
+            write_step(self.optimizer, step)
+        if "param_state" in state_dict:
+            sync_moved_params(self)
+
+    return load_state_dict
+
+
+def _groups_of(state_dict: dict[str, Any]) -> list[dict[str, Any]]:
+    try:
+        groups: list[dict[str, Any]] = state_dict["optimizer"]["param_groups"]
+    except (KeyError, TypeError):
+        raise CheckpointError(
+            "the optimizer's part of the checkpoint has no param groups",
+            got=f"keys {sorted(map(str, state_dict))}",
+            expected="state_dict['optimizer']['param_groups']",
+            next_step="inspect the checkpoint with `vime-optim inspect`",
+        ) from None
+    return groups
+
+
+def _with_one_step(
+    state_dict: dict[str, Any], groups: list[dict[str, Any]], step: int | None, needed: bool
+) -> dict[str, Any]:
+    """The state dict with the same step in every group, which Megatron asserts for torch's Adam."""
+    if step is None and not needed:
+        return state_dict
+    same = [{**group, "step": step or 0} for group in groups]
+    return {**state_dict, "optimizer": {**state_dict["optimizer"], "param_groups": same}}
+
+
+def _wrap_get(original: Any, hit: Hit) -> Any:
+    def get_main_param_and_optimizer_states(
+        self: Any, model_param: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        hit()
+        if is_canonical(self):
+            return {name: slot.read() for name, slot in slots_of(self, model_param).items()}
+        tensors = {
+            name: value
+            for name, value in original(self, model_param).items()
+            if name != "step" and isinstance(value, torch.Tensor)
+        }
+        param = optimizer_param(self, model_param)
+        if param.dtype == torch.float32 and _is_fused_master(self):
+            # FusedAdam updates a float32 parameter itself; its master_param is stale.
+            tensors["param"] = param
+        return tensors
+
+    return get_main_param_and_optimizer_states
+
+
+def _is_fused_master(dist_opt: Any) -> bool:
+    return is_precision_aware(dist_opt) and is_transformer_engine(dist_opt.optimizer)
+
+
+def _diagnose(*needed: str) -> Any:
+    def diagnose(module: ModuleType, original: Any) -> Diagnosis:
+        reason = missing_parameters(original, "self", *needed)
+        if reason:
+            return not_understood(reason)
+        if not source_of(original):
+            return not_understood("its source cannot be read")
+        return NEEDED
+
+    return diagnose
+
+
+def _target(name: str, wrap: Wrap, *needed: str) -> Target:
+    return Target(MODULE, f"DistributedOptimizer.{name}", wrap, _diagnose(*needed))
+
+
+FIXES = (
+    Fix(
+        id="step",
+        faults=("F1", "F2", "F3", "F4", "F8", "F18"),
+        summary="step is a counter: kept out of param state, restored from param groups",
+        targets=(
+            _target("state_dict", _wrap_state_dict),
+            _target("load_state_dict", _wrap_load_state_dict, "state_dict"),
+            _target("_get_main_param_and_optimizer_states", _wrap_get, "model_param"),
+        ),
+    ),
+)
