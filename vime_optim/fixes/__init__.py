@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from vime_optim.fixes import common_state, finetune, hybrid, precision, restore, sharding, step
+from vime_optim.fixes import (
+    common_state,
+    finetune,
+    gather_free,
+    hybrid,
+    precision,
+    restore,
+    sharding,
+    step,
+)
 from vime_optim.registry import Fix
 
 FIXES: tuple[Fix, ...] = (
@@ -13,4 +22,5 @@ FIXES: tuple[Fix, ...] = (
     *finetune.FIXES,
     *sharding.FIXES,
     *common_state.FIXES,
+    *gather_free.FIXES,
 )

@@ -35,8 +35,8 @@ from vime_optim.registry import NEEDED, Diagnosis, Fix, Hit, Target, fixed_upstr
 class _Unmarked(wrapt.ObjectProxy):  # type: ignore[type-arg]
     """An optimizer that isinstance() does not take for a HybridDeviceOptimizer."""
 
-    @property
-    def __class__(self) -> Any:  # type: ignore[misc]
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
         return torch.optim.Optimizer
 
 

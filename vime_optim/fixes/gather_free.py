@@ -1,0 +1,170 @@
+"""fully_reshardable without gathering: the cost of dp_reshardable, files that Megatron loads.
+
+Symptom: saving runs hosts out of memory, as every rank gathers float32 copies of everything (F11);
+after load each moment holds the whole tensor that it was cut from (F10).
+Cause: Megatron makes whole parameters, since its files used to be a regular grid.
+Changes: both directions of the format are replaced by vime_optim/reshard; before anything is
+written the data-parallel ranks compare a digest of the plan; on load, a tensor that the checkpoint
+holds only in part raises.
+Leaves alone: the format itself, Megatron's writers and readers.
+Remove when: Megatron writes irregular shards itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from vime_optim.errors import CheckpointError
+from vime_optim.fixes.restore import write_slot
+from vime_optim.probe import missing_parameters
+from vime_optim.registry import NEEDED, Diagnosis, Fix, Hit, Target, not_understood
+from vime_optim.reshard.engine import ParamState, build_param_state, finish_load, take_destinations
+from vime_optim.reshard.plan import compare_digests
+
+
+def _wrap_build(original: Any, hit: Hit) -> Any:
+    def sharded_param_state_fully_reshardable(
+        self: Any, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
+    ) -> Any:
+        hit()
+        return build_param_state(self, model_sharded_state_dict, is_loading)
+
+    return sharded_param_state_fully_reshardable
+
+
+def _wrap_finish(original: Any, hit: Hit) -> Any:
+    def load_parameter_state_from_fully_reshardable(self: Any, state_dict: Any) -> None:
+        destinations = take_destinations(self)
+        if destinations is None:
+            # Whole tensors that did not come through our template, from a local checkpoint say.
+            original(self, state_dict)
+            return
+        hit()
+
+        def write(slot: Any, value: torch.Tensor) -> None:
+            write_slot(self, slot, value)
+
+        finish_load(destinations, state_dict or {}, write)
+
+    return load_parameter_state_from_fully_reshardable
+
+
+def _wrap_save(original: Any, hit: Hit) -> Any:
+    def save(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        for state in _param_states(sharded_state_dict):
+            _compare_plans(state)
+        return original(sharded_state_dict, *args, **kwargs)
+
+    return save
+
+
+def _param_states(state: Any, depth: int = 5) -> Iterator[ParamState]:
+    if isinstance(state, ParamState):
+        yield state
+    elif isinstance(state, dict) and depth:
+        for value in state.values():
+            yield from _param_states(value, depth - 1)
+
+
+def _compare_plans(state: ParamState) -> None:
+    """Raise on every rank of the group when the ranks are about to write different tensors."""
+    size = torch.distributed.get_world_size(state.group)
+    if size == 1:
+        return
+    digests: list[Any] = [None] * size
+    torch.distributed.all_gather_object(digests, state.digest, group=state.group)
+    ranks = torch.distributed.get_process_group_ranks(state.group)
+    if len(set(digests)) > 1:
+        keys: list[Any] = [None] * size
+        torch.distributed.all_gather_object(keys, state.plan.keys, group=state.group)
+        compare_digests(digests, ranks, keys)
+
+
+def _wrap_local_plan(original: Any, hit: Hit) -> Any:
+    def create_local_plan(self: Any) -> Any:
+        plan = original(self)
+        hit()
+        _require_complete(self, plan)
+        return plan
+
+    return create_local_plan
+
+
+def _require_complete(planner: Any, plan: Any) -> None:
+    """Raise when the checkpoint's chunks do not cover what is about to be read."""
+    read: dict[str, int] = {}
+    for item in plan.items:
+        key = item.dest_index.fqn
+        read[key] = read.get(key, 0) + math.prod(item.lengths)
+    may_differ = planner.allow_shape_mismatch_sharded_tensors or {}
+    for key, value in planner.state_dict.items():
+        wanted = _numel(value)
+        if wanted is not None and key not in may_differ and read.get(key, 0) != wanted:
+            raise CheckpointError(
+                "the checkpoint holds a tensor only in part",
+                where=key,
+                got=f"{read.get(key, 0)} elements of this rank's share",
+                expected=f"{wanted} elements",
+                next_step="the checkpoint is incomplete: load another one; nothing was read",
+            )
+
+
+def _numel(value: Any) -> int | None:
+    """Elements that a rank wants of one entry of a DCP state dict, or None for objects."""
+    create = getattr(value, "__create_chunk_list__", None)
+    if create is not None:
+        return sum(int(math.prod(chunk.sizes)) for chunk in create())
+    local_shards = getattr(value, "local_shards", None)  # torch's own ShardedTensor
+    if callable(local_shards):
+        return sum(int(shard.tensor.numel()) for shard in local_shards())
+    return int(value.numel()) if type(value) is torch.Tensor else None
+
+
+def _takes(*names: str) -> Any:
+    def diagnose(module: ModuleType, original: Any) -> Diagnosis:
+        reason = missing_parameters(original, *names)
+        return not_understood(reason) if reason else NEEDED
+
+    return diagnose
+
+
+_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
+
+FIXES = (
+    Fix(
+        id="gather-free",
+        faults=("F10", "F11"),
+        summary="fully_reshardable is saved and loaded in place, without gathering",
+        targets=(
+            Target(
+                _OPTIMIZER,
+                "DistributedOptimizer.sharded_param_state_fully_reshardable",
+                _wrap_build,
+                _takes("self", "model_sharded_state_dict", "is_loading", "metadata"),
+            ),
+            Target(
+                _OPTIMIZER,
+                "DistributedOptimizer.load_parameter_state_from_fully_reshardable",
+                _wrap_finish,
+                _takes("self", "state_dict"),
+            ),
+            Target(
+                "megatron.core.dist_checkpointing.serialization",
+                "save",
+                _wrap_save,
+                _takes("sharded_state_dict"),
+            ),
+            Target(
+                "megatron.core.dist_checkpointing.strategies.torch",
+                "MCoreLoadPlanner.create_local_plan",
+                _wrap_local_plan,
+                _takes("self"),
+            ),
+        ),
+    ),
+)

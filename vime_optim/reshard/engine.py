@@ -1,0 +1,281 @@
+"""Turns plans into Megatron's ShardedTensors over views of the optimizer's own tensors.
+
+Save: each piece of the plan is a view of a master parameter or moment. Load: the same views are
+where torch DCP writes what it reads; a coded state gets a float32 buffer of its shard's size, which
+is encoded afterwards. No tensor crosses ranks, except for a parameter that cannot be cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from vime_optim.backends.kinds import MASTER
+from vime_optim.backends.slots import Slot, slots_of
+from vime_optim.errors import PlanError
+from vime_optim.reshard.layout import ParamLayout, param_layouts
+from vime_optim.reshard.plan import (
+    KeyInfo,
+    LoadPlan,
+    Piece,
+    SavePlan,
+    check_local,
+    digest,
+    pieces_of_range,
+    wanted_exactly_once,
+)
+
+PREFIX = "optimizer.state"
+_PLAN = "_vime_optim_destinations"
+
+
+class ParamState(dict[int, Any]):
+    """Param state as Megatron takes it, with what the ranks must agree on before writing it."""
+
+    plan: SavePlan | LoadPlan
+    group: Any
+    """The data-parallel process group that shares this optimizer."""
+
+    @property
+    def digest(self) -> str:
+        return digest(self.plan)
+
+
+@dataclass
+class Destination:
+    """Where one state of one parameter shard is loaded to.
+
+    `flat` is the slot's own storage or, for a coded state, a float32 host buffer. `views` are its
+    pieces by their number in the state dict.
+    """
+
+    layout: ParamLayout
+    slot: Slot | None
+    flat: torch.Tensor
+    views: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def is_gathered(self) -> bool:
+        return self.layout.targets is None
+
+
+def state_names(dist_opt: Any) -> tuple[str, ...]:
+    """Names of the states of this optimizer, known on every rank, also where it holds no shard."""
+    return (MASTER, *getattr(dist_opt, "optimizer_state_keys", ("exp_avg", "exp_avg_sq")))
+
+
+@torch.no_grad()
+def build_param_state(dist_opt: Any, model_sharded_state_dict: Any, is_loading: bool) -> ParamState:
+    """The `param_state` of fully_reshardable: {parameter number: {state: {n: ShardedTensor}}}.
+
+    Raises:
+        PlanError: the plan does not hold each element of this rank's shards exactly once.
+        OptimizerStateError: the optimizer has no state for an owned parameter.
+    """
+    state = ParamState()
+    pieces: list[Piece] = []
+    keys: list[KeyInfo] = []
+    wanted: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    destinations: dict[tuple[int, str], Destination] = {}
+    names = state_names(dist_opt)
+    for layout in param_layouts(dist_opt, model_sharded_state_dict):
+        keys += _keys(layout, names)
+        slots = slots_of(dist_opt, layout.param) if layout.is_owned else {}
+        if layout.targets is None:
+            entry = _gathered_entry(dist_opt, layout, slots, names, is_loading, destinations)
+        else:
+            entry = {}
+            for name, slot in slots.items():
+                cut = _cut(layout, name)
+                pieces += cut
+                wanted[layout.name, name] = [(0, layout.end - layout.start)]
+                destination = Destination(layout, slot, _flat(slot, is_loading))
+                entry[name] = _sharded_tensors(layout, destination, cut)
+                destinations[layout.index, name] = destination
+        if entry:
+            state[layout.index] = entry
+    state.plan = _checked_plan(pieces, keys, wanted, is_loading)
+    state.group = dist_opt.data_parallel_group
+    if is_loading:
+        setattr(dist_opt, _PLAN, destinations)
+    return state
+
+
+def _keys(layout: ParamLayout, names: tuple[str, ...]) -> list[KeyInfo]:
+    targets = layout.targets or ()
+    shapes = {(target.key, target.global_shape) for target in targets}
+    return [
+        KeyInfo(f"{PREFIX}.{name}.{key}", shape, "float32")
+        for key, shape in sorted(shapes)
+        for name in names
+    ]
+
+
+def _cut(layout: ParamLayout, name: str) -> list[Piece]:
+    return [
+        piece
+        for target in layout.targets or ()
+        for piece in pieces_of_range(
+            target,
+            layout.start,
+            layout.end,
+            param=layout.name,
+            state=name,
+            shard_start=0,
+            key=f"{PREFIX}.{name}.{target.key}",
+        )
+    ]
+
+
+def _checked_plan(
+    pieces: list[Piece],
+    keys: list[KeyInfo],
+    wanted: Mapping[tuple[str, str], list[tuple[int, int]]],
+    is_loading: bool,
+) -> SavePlan | LoadPlan:
+    rank = torch.distributed.get_rank()
+    load_plan = LoadPlan(rank, tuple(pieces), tuple(keys))
+    wanted_exactly_once(load_plan, wanted)
+    check_local(load_plan)
+    return load_plan if is_loading else SavePlan(rank, load_plan.pieces, load_plan.keys)
+
+
+def _flat(slot: Slot, is_loading: bool) -> torch.Tensor:
+    direct = slot.direct()
+    if direct is not None:
+        return direct.view(-1)
+    if is_loading:
+        return torch.empty(slot.numel, dtype=torch.float32, device="cpu")
+    return slot.read().view(-1)
+
+
+def _sharded_tensors(
+    layout: ParamLayout, destination: Destination, pieces: list[Piece]
+) -> dict[int, Any]:
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    made = {}
+    for number, piece in enumerate(pieces):
+        start = piece.source.start_elem
+        view = destination.flat[start : start + piece.numel].view(piece.size)
+        destination.views[number] = view
+        made[number] = ShardedTensor(
+            key=piece.key,
+            data=view,
+            dtype=view.dtype,
+            # Prepended axes are folded into the shape: Megatron's chunk offsets count them.
+            local_shape=piece.size,
+            global_shape=piece.global_shape,
+            global_offset=piece.offset,
+            axis_fragmentations=None,
+            replica_id=piece.replica_id,
+            allow_shape_mismatch=bool(getattr(layout.base, "allow_shape_mismatch", False)),
+        )
+    return made
+
+
+def _gathered_entry(
+    dist_opt: Any,
+    layout: ParamLayout,
+    slots: Mapping[str, Slot],
+    names: tuple[str, ...],
+    is_loading: bool,
+    destinations: dict[tuple[int, str], Destination],
+) -> dict[str, Any]:
+    """A parameter whose parts are not contiguous runs: whole on every rank, as Megatron does it."""
+    from vime_optim.installer import counters
+
+    if not is_loading:
+        counters["parameters gathered whole, as their layout cannot be cut"] += 1
+    entry = {}
+    for name in names:
+        slot = slots.get(name)
+        if is_loading:
+            flat = torch.empty(layout.numel, dtype=torch.float32, device="cpu")
+            destinations[layout.index, name] = Destination(layout, slot, flat)
+        else:
+            flat = _gather(dist_opt, layout, slot)
+        changes: dict[str, Any] = {
+            "key": f"{PREFIX}.{name}.{layout.base.key}",
+            "data": flat.view(layout.param.shape),
+        }
+        if not hasattr(layout.base, "build_fn"):
+            changes["dtype"] = torch.float32
+        entry[name] = replace(layout.base, **changes)
+    return entry
+
+
+def _gather(dist_opt: Any, layout: ParamLayout, slot: Slot | None) -> torch.Tensor:
+    """The whole flat parameter (float32, host) from the ranges of all data-parallel ranks.
+
+    Summed as integers: each element is non-zero on one rank alone, so its bits stay as they are.
+    """
+    device = torch.cuda.current_device()
+    bits = torch.zeros(layout.numel, dtype=torch.int32, device=device)
+    if slot is not None:
+        bits[layout.start : layout.end] = slot.read().view(torch.int32).to(bits.device)
+    torch.distributed.all_reduce(bits, group=dist_opt.data_parallel_group)
+    return bits.view(torch.float32).cpu()
+
+
+def take_destinations(dist_opt: Any) -> dict[tuple[int, str], Destination] | None:
+    """The destinations of the last load template of this optimizer, once; None without one."""
+    taken: dict[tuple[int, str], Destination] | None = dist_opt.__dict__.pop(_PLAN, None)
+    return taken
+
+
+@torch.no_grad()
+def finish_load(
+    destinations: Mapping[tuple[int, str], Destination], loaded: Mapping[int, Any], write: Any
+) -> None:
+    """Bring what was loaded into the optimizer: mostly it is there already.
+
+    Args:
+        loaded: param state as dist_checkpointing.load returned it.
+        write: called as write(slot, value) for states that must be encoded.
+
+    Raises:
+        PlanError: a piece is missing from `loaded` or has another size.
+    """
+    for (index, name), destination in destinations.items():
+        found = (loaded.get(index) or {}).get(name)
+        slot, layout = destination.slot, destination.layout
+        if destination.is_gathered:
+            if slot is not None:
+                whole = _whole(found, destination, name)
+                write(slot, whole[layout.start : layout.end])
+            continue
+        for number, view in destination.views.items():
+            _into(view, found.get(number) if isinstance(found, dict) else None, layout, name)
+        assert slot is not None  # a cut parameter has a destination only where it is owned
+        if slot.direct() is None:
+            write(slot, destination.flat)
+        else:
+            slot.settle()
+
+
+def _whole(found: Any, destination: Destination, name: str) -> torch.Tensor:
+    layout = destination.layout
+    if not isinstance(found, torch.Tensor) or found.numel() != layout.numel:
+        raise _missing(layout, name, found)
+    return found.reshape(-1)
+
+
+def _into(view: torch.Tensor, tensor: Any, layout: ParamLayout, name: str) -> None:
+    if not isinstance(tensor, torch.Tensor) or tensor.numel() != view.numel():
+        raise _missing(layout, name, tensor)
+    if tensor.device != view.device or tensor.data_ptr() != view.data_ptr():
+        view.copy_(tensor.view(view.shape))
+
+
+def _missing(layout: ParamLayout, name: str, found: Any) -> PlanError:
+    return PlanError(
+        "a piece of optimizer state was not loaded",
+        where=f"{name} of {layout.name}, elements [{layout.start}, {layout.end})",
+        got=tuple(found.shape) if isinstance(found, torch.Tensor) else "nothing",
+        expected="the pieces that this rank asked for",
+        next_step="check the checkpoint with `vime-optim inspect`",
+    )
