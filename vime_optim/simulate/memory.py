@@ -93,6 +93,10 @@ def set_storage_memory(storage: torch.UntypedStorage, memory: Memory) -> None:
 
 
 def memory_of(tensor: torch.Tensor) -> Memory:
+    """The memory of a tensor; of its first inner tensor where it is a wrapper (DTensor, FP8)."""
+    if overrides_dispatch(type(tensor)) and hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        return memory_of(getattr(tensor, names[0]))
     return storage_memory(storage_of(tensor))
 
 

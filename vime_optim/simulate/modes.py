@@ -33,7 +33,15 @@ CUDA = torch.device("cuda", 0)
 _PIN_FAILS = False
 
 # Operators that torch allows to mix host and device tensors.
-_MIXING = {"copy_", "set_", "index", "index_put", "index_put_", "_index_put_impl_", "_foreach_copy_"}
+_MIXING = {
+    "copy_",
+    "set_",
+    "index",
+    "index_put",
+    "index_put_",
+    "_index_put_impl_",
+    "_foreach_copy_",
+}
 _MIXING |= {"_unsafe_index", "_unsafe_index_put", "_has_compatible_shallow_copy_type"}
 # Their results are filled from the host by torch itself.
 _NAMESPACES_LEFT_ALONE = {"c10d", "_c10d_functional", "profiler"}
@@ -217,17 +225,21 @@ class DeviceArguments(TorchFunctionMode):
             torch.Tensor.pin_memory: _pin_memory,
             torch.Tensor.is_pinned: _is_pinned,
             torch.Tensor.type: _type,
-            torch.Tensor.get_device: _get_device,
             torch.Tensor.record_stream: _record_stream,
             torch.Tensor.numpy: _refuse_device(torch.Tensor.numpy),
             torch.Tensor.__array__: _refuse_device(torch.Tensor.__array__),
-            torch.Tensor.device.__get__: _device,  # type: ignore[attr-defined]
-            torch.Tensor.is_cuda.__get__: _is_cuda,  # type: ignore[attr-defined]
-            torch.Tensor.is_cpu.__get__: _is_cpu,  # type: ignore[attr-defined]
             torch.Tensor.grad.__set__: _set_grad,  # type: ignore[attr-defined]
             torch.Tensor.backward: self._backward,
             torch.autograd.grad: self._grad,
         }
+        # These answer for wrapper subclasses too; the others leave those to the subclass.
+        self._readers: dict[Any, Callable[..., Any]] = {
+            torch.Tensor.get_device: _get_device,
+            torch.Tensor.device.__get__: _device,  # type: ignore[attr-defined]
+            torch.Tensor.is_cuda.__get__: _is_cuda,  # type: ignore[attr-defined]
+            torch.Tensor.is_cpu.__get__: _is_cpu,  # type: ignore[attr-defined]
+        }
+        self._handlers.update(self._readers)
 
     def __torch_function__(
         self,
@@ -239,9 +251,8 @@ class DeviceArguments(TorchFunctionMode):
         kwargs = kwargs or {}
         handler = self._handlers.get(func)
         if handler is not None:
-            if args and isinstance(args[0], torch.Tensor) and overrides_dispatch(type(args[0])):
-                return func(*args, **kwargs)
-            return handler(*args, **kwargs)
+            wrapped = args and overrides_dispatch(type(args[0])) and func not in self._readers
+            return func(*args, **kwargs) if wrapped else handler(*args, **kwargs)
         if kwargs.get("device") is not None or kwargs.get("pin_memory"):
             return self._create(func, args, kwargs)
         return func(*args, **kwargs)
@@ -331,7 +342,9 @@ class Inheritance(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if any(hasattr(cls, "__tensor_flatten__") for cls in types):
-            return NotImplemented  # a wrapper (DTensor) unwraps itself; its inner operators come here
+            return (
+                NotImplemented  # a wrapper (DTensor) unwraps itself; its inner operators come here
+            )
         result = func(*args, **kwargs)
         if func.namespace in _NAMESPACES_LEFT_ALONE:
             return result
