@@ -40,6 +40,7 @@ __all__ = [
     "cover_error",
     "digest",
     "first_difference",
+    "is_main",
     "pieces_of_range",
     "rank_list",
     "union_keys",
@@ -63,6 +64,11 @@ class Source:
     param: str
     state: str
     start_elem: int
+
+
+def is_main(replica_id: int | tuple[int, ...]) -> bool:
+    """Whether a Megatron replica id marks the one copy that is written."""
+    return replica_id == 0 if isinstance(replica_id, int) else not any(replica_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +96,7 @@ class Piece:
     @property
     def is_main_replica(self) -> bool:
         """Whether this copy is the one that is written."""
-        replica = self.replica_id
-        return replica == 0 if isinstance(replica, int) else not any(replica)
+        return is_main(self.replica_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +153,14 @@ class Target:
 
 
 def pieces_of_range(
-    target: Target, start: int, end: int, *, param: str, state: str, shard_start: int
+    target: Target,
+    start: int,
+    end: int,
+    *,
+    param: str,
+    state: str,
+    shard_start: int,
+    key: str | None = None,
 ) -> Iterator[Piece]:
     """Cuts a rank's flat range of a parameter into the pieces that fall into one target.
 
@@ -159,6 +171,7 @@ def pieces_of_range(
         param: name of the parameter, for Source.
         state: name of the state, for Source.
         shard_start: position in the rank's flat shard of the element at `start`.
+        key: the checkpoint key, where it is not the target's own (a state's prefix is added).
     """
     first = max(start - target.flat_start, 0)
     last = min(end - target.flat_start, prod(target.local_shape))
@@ -171,7 +184,7 @@ def pieces_of_range(
         offset = head + tuple(a + b for a, b in zip(tail, box.offset, strict=True))
         position = shard_start + target.flat_start + box.flat_start - start
         yield Piece(
-            key=target.key,
+            key=target.key if key is None else key,
             global_shape=target.global_shape,
             offset=offset,
             size=ones + box.size,
