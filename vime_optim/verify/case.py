@@ -10,6 +10,8 @@ A case has a compact spelling that `Case.parse` reads and `Case.name` writes, fo
 - ``dp= tp= pp= ep=``: ``2`` or ``2->3`` for another size at load,
 - ``load:WORD`` gives the loading optimizer another value than the saving one,
 - ``moe`` or ``moe-grouped``; ``tied``; ``fp32norm`` (one fp32 norm weight among bf16 ones),
+- ``1bucket``: one bucket instead of several. With several padded ones, stock megatron-core writes
+  shifted values into fully_reshardable checkpoints, so compare its other faults with one,
 - ``stock`` (without vime_optim.install()), ``model-only`` (load the weights alone),
 - ``async=forked`` or ``async=persistent``; ``steps=``, ``more=``, ``every=`` (save interval).
 """
@@ -17,6 +19,7 @@ A case has a compact spelling that `Case.parse` reads and `Case.name` writes, fo
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,6 +71,7 @@ class Case:
     moe: str = "none"
     tied: bool = False
     fp32_norm: bool = False
+    one_bucket: bool = False
     install: bool = True
     model_only: bool = False
     async_mode: str = "off"
@@ -123,6 +127,7 @@ class Case:
         if self.moe != "none":
             words.append("moe" if self.moe == "sequential" else "moe-grouped")
         words += ["tied"] * self.tied + ["fp32norm"] * self.fp32_norm
+        words += ["1bucket"] * self.one_bucket
         if self.async_mode != "off":
             words.append(f"async={self.async_mode}")
         words += ["model-only"] * self.model_only
@@ -220,6 +225,7 @@ _FLAGS: dict[str, tuple[str, Any]] = {
     "moe-grouped": ("moe", "grouped"),
     "tied": ("tied", True),
     "fp32norm": ("fp32_norm", True),
+    "1bucket": ("one_bucket", True),
     "stock": ("install", False),
     "model-only": ("model_only", True),
 }
@@ -238,6 +244,7 @@ _BACKEND_FLAGS: dict[str, dict[str, Any]] = {
     "rem": {"remainders": True},
     "norem": {"remainders": False},
 }
+_RELEASE = re.compile(r"\d+\.\d")
 _BACKEND_VALUES = {"f": "offload_fraction", "m": "exp_avg_dtype", "v": "exp_avg_sq_dtype"}
 
 
@@ -277,7 +284,7 @@ def _parse(text: str, megatron: str | None) -> Case:
             values[_NUMBERS[key]] = _number(word, value, int)
         elif key == "async" and value:
             values["async_mode"] = value
-        elif word[0].isdigit() or "/" in word:
+        elif _RELEASE.match(word) or "/" in word:
             values["megatron"] = word
         else:
             raise VerifyError(

@@ -117,7 +117,7 @@ def _build_model(case: Case, layout: Layout, device: torch.device) -> Any:
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=True,
             overlap_grad_reduce=True,
-            bucket_size=BUCKET_NUMEL,
+            bucket_size=None if case.one_bucket else BUCKET_NUMEL,
         ),
         module=model,
     )

@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,20 +34,22 @@ def main() -> None:
         from vime_optim.verify import rank
 
         rank.import_megatron(options["megatron"], options["device"])
+        queues = rank.WriterQueues()
     except BaseException:
         answers.write(json.dumps({"error": traceback.format_exc()}) + "\n")
         raise SystemExit(1) from None
     answers.write(json.dumps({"ready": True}) + "\n")
     for line in sys.stdin:
-        answers.write(json.dumps(launch(json.loads(line))) + "\n")
+        answers.write(json.dumps(launch(json.loads(line), queues.provide)) + "\n")
 
 
-def launch(request: dict[str, Any]) -> dict[str, Any]:
+def launch(request: dict[str, Any], prepare: Callable[[], None]) -> dict[str, Any]:
     """Fork the ranks of one launch and wait for them; kills all of them when one fails.
 
     Args:
         request: `target` ("module:function"), `payload`, `world_size`, `out` (a folder of this
             launch's own) and `timeout_s`.
+        prepare: called in every rank first.
 
     Returns:
         `failed`: the exit status by rank of those that failed; `timed_out`.
@@ -57,7 +60,7 @@ def launch(request: dict[str, Any]) -> dict[str, Any]:
         pid = os.fork()
         if pid == 0:
             os.setpgid(0, group)
-            _child(request, rank)
+            _child(request, rank, prepare)
         group = group or pid
         try:
             os.setpgid(pid, group)
@@ -71,7 +74,7 @@ def launch(request: dict[str, Any]) -> dict[str, Any]:
     return {"failed": failed, "timed_out": timed_out}
 
 
-def _child(request: dict[str, Any], rank: int) -> None:
+def _child(request: dict[str, Any], rank: int, prepare: Callable[[], None]) -> None:
     status = 1
     try:
         log = os.open(f"{request['out']}/rank{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
@@ -80,6 +83,7 @@ def _child(request: dict[str, Any], rank: int) -> None:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         from vime_optim.verify import rank as rank_module
 
+        prepare()
         status = rank_module.run(request, rank)
     finally:
         sys.stdout.flush()
