@@ -88,8 +88,7 @@ class _DeviceContext:
 
     def __enter__(self) -> None: ...
 
-    def __exit__(self, *exc: object) -> bool:
-        return False
+    def __exit__(self, *exc: object) -> None: ...
 
 
 def _no_op() -> Callable[..., None]:

@@ -12,8 +12,6 @@ import os
 import threading
 from typing import Any
 
-import torch
-
 from vime_optim.simulate import collectives, cuda_api, sharing
 from vime_optim.simulate.memory import LEDGER, is_device_tensor
 from vime_optim.simulate.modes import DeviceArguments, Inheritance, set_pin_fails
@@ -63,12 +61,12 @@ def disable() -> None:
 
 
 def fail_pinning(fails: bool) -> None:
-    """Makes every attempt to pin memory raise RuntimeError, as a host without spare locked memory."""
+    """Makes every attempt to pin memory raise RuntimeError, as on a host without an accelerator."""
     set_pin_fails(fails)
 
 
 def _enter() -> None:
-    _LOCAL.modes = [Inheritance(), DeviceArguments()]
+    _LOCAL.modes = [Inheritance(), DeviceArguments()]  # type: ignore[no-untyped-call]
     for mode in _LOCAL.modes:
         mode.__enter__()
 

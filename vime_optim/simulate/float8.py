@@ -1,4 +1,4 @@
-"""An FP8 (E4M3) tensor with one scale, after Transformer Engine's Float8Tensor as FusedAdam uses it.
+"""An FP8 (E4M3) tensor with one scale, as FusedAdam uses Transformer Engine's Float8Tensor.
 
 Outwardly an fp32 tensor; inwardly uint8 codes and the inverse of the scale they were coded with.
 """
@@ -36,20 +36,20 @@ class Float8Tensor(torch.Tensor):
         cls, data: torch.Tensor, scale_inv: torch.Tensor, quantizer: Float8Quantizer
     ) -> Float8Tensor:
         # The wrapper owns no memory; its device is answered from `_data` (see memory.memory_of).
-        wrapper: Float8Tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, data.shape, dtype=torch.float32, device="cpu"
+        wrapper: Float8Tensor = torch.Tensor._make_wrapper_subclass(
+            cls, data.shape, dtype=torch.float32, device=torch.device("cpu")
         )
         wrapper._data = data
         wrapper._scale_inv = scale_inv
         wrapper._quantizer = quantizer
         return wrapper
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["_data", "_scale_inv"], self._quantizer
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Float8Tensor({self.dequantize()})"
 
     def dequantize(self) -> torch.Tensor:
@@ -67,7 +67,7 @@ class Float8Tensor(torch.Tensor):
         return self
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is torch.ops.aten.copy_.default and isinstance(args[0], Float8Tensor):

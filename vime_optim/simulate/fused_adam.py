@@ -131,7 +131,7 @@ class FusedAdam(torch.optim.Optimizer):
                 stacklevel=2,
             )
 
-    def zero_grad(self, set_to_none: bool | None = None) -> None:  # type: ignore[override]
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Drops (by default) or zeroes the gradients that this optimizer reads."""
         if self.set_grad_none is not None:
             if set_to_none is not None and set_to_none != self.set_grad_none:
@@ -391,7 +391,8 @@ def adam(
     update = (exp_avg / correction1).div_(denominator)
     if decoupled:
         update = update + decay * master
-    return master - group["lr"] * update
+    updated: torch.Tensor = master - group["lr"] * update
+    return updated
 
 
 def _keys(state_dict: dict[str, Any]) -> list[int]:

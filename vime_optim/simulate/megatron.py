@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.machinery
+import os
 import sys
 import types
 import warnings
@@ -11,6 +12,7 @@ from typing import Literal
 
 from vime_optim.errors import SettingsError
 from vime_optim.simulate import device
+from vime_optim.simulate.bootstrap import bootstrap_env
 from vime_optim.simulate.triton_stub import provide_triton
 
 # What Transformer Engine's `pytorch.optimizers` offers that megatron's optimizer code imports late.
@@ -21,8 +23,8 @@ SIMULATED_TE_VERSION = "2.20.2"
 def prepare(optimizer: Literal["torch", "te"]) -> None:
     """Imports megatron-core without Transformer Engine and settles which Adam its optimizers use.
 
-    Switches the simulated device on. May be called again with the other choice. megatron-core must
-    be importable.
+    Switches the simulated device on, in processes started from here on too. May be called again
+    with the other choice. megatron-core must be importable.
 
     Args:
         optimizer: "torch" for torch.optim's Adam, "te" for the FusedAdam stand-in.
@@ -35,6 +37,7 @@ def prepare(optimizer: Literal["torch", "te"]) -> None:
             "unknown optimizer to simulate", got=optimizer, expected="'torch' or 'te'"
         )
     device.enable()
+    os.environ.update(bootstrap_env(os.environ))
     provide_triton()
     core = _import_megatron()
     if optimizer == "te":
@@ -88,7 +91,7 @@ def _use_stand_in(core: dict[str, types.ModuleType]) -> None:
 
 
 def _set_te_version(core: dict[str, types.ModuleType], version: str | None) -> None:
-    """What the optimizer modules are told about Transformer Engine; the rest of megatron knows none."""
+    """What the optimizer modules hear of Transformer Engine; the rest of megatron finds none."""
     from packaging.version import Version
 
     def is_te_min_version(minimum: str, check_equality: bool = True) -> bool:

@@ -228,14 +228,14 @@ class DeviceArguments(TorchFunctionMode):
             torch.Tensor.record_stream: _record_stream,
             torch.Tensor.numpy: _refuse_device(torch.Tensor.numpy),
             torch.Tensor.__array__: _refuse_device(torch.Tensor.__array__),
-            torch.Tensor.grad.__set__: _set_grad,  # type: ignore[attr-defined]
+            torch.Tensor.grad.__set__: _set_grad,  # type: ignore[union-attr]
             torch.Tensor.backward: self._backward,
             torch.autograd.grad: self._grad,
         }
         # These answer for wrapper subclasses too; the others leave those to the subclass.
         self._readers: dict[Any, Callable[..., Any]] = {
             torch.Tensor.get_device: _get_device,
-            torch.Tensor.device.__get__: _device,  # type: ignore[attr-defined]
+            torch.Tensor.device.__get__: _device,
             torch.Tensor.is_cuda.__get__: _is_cuda,  # type: ignore[attr-defined]
             torch.Tensor.is_cpu.__get__: _is_cpu,  # type: ignore[attr-defined]
         }
@@ -324,7 +324,7 @@ def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
         setattr(owner, name, original)
 
 
-class Inheritance(TorchDispatchMode):
+class Inheritance(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Fresh results of an operator on device tensors are device tensors."""
 
     @classmethod

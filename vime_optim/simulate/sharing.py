@@ -25,10 +25,10 @@ def rebuild_on_device(
 
 
 def _reduce_storage(storage: torch.UntypedStorage) -> tuple[Any, ...]:
-    reduced = reductions.reduce_storage(storage)
+    reduced: tuple[Any, ...] = reductions.reduce_storage(storage)  # type: ignore[no-untyped-call]
     if storage_memory(storage) == "device":
         return (rebuild_on_device, reduced)
-    return reduced  # type: ignore[no-any-return]
+    return reduced
 
 
 def _location(storage: Any) -> str | None:
@@ -51,7 +51,7 @@ def apply(patches: Patches) -> None:
 
     def clone(self: torch.UntypedStorage) -> torch.UntypedStorage:
         """copy.deepcopy of a tensor clones its storage without any tensor operator."""
-        copied = original_clone(self)
+        copied: torch.UntypedStorage = original_clone(self)  # type: ignore[no-untyped-call]
         if storage_memory(self) == "device":
             set_storage_memory(copied, "device")
         return copied
