@@ -26,7 +26,7 @@ class ParamLayout:
     Attributes:
         index: position in Megatron's numbering of all parameters of this optimizer.
         param: the model parameter.
-        name: its checkpoint key in the model's state dict.
+        name: its checkpoint key in the model's state dict and its number.
         base: the model's ShardedTensor or ShardedTensorFactory for it.
         start, end: this rank's half-open range of the flat parameter; equal when it holds none.
         targets: runs of the flat parameter and their places in the checkpoint, or None when the
@@ -71,7 +71,8 @@ def param_layouts(dist_opt: Any, model_sharded_state_dict: Any) -> Iterator[Para
         yield ParamLayout(
             index=index,
             param=param,
-            name=base.key,
+            # Layers share a key and differ by an axis that the key's tensor is stacked along.
+            name=f"{base.key} (parameter {index})",
             base=base,
             start=owned.start if owned is not None else 0,
             end=owned.end if owned is not None else 0,
