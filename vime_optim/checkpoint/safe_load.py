@@ -21,7 +21,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -37,6 +37,8 @@ from vime_optim.errors import CheckpointError
 
 DEFAULT_LIMIT_BYTES = 256 * 1024 * 1024
 """Largest common state or sharded object that is read; real ones hold a few megabytes at most."""
+
+_DIRECTORY_LIMIT_BYTES = 4 * 1024 * 1024
 
 OPTIMIZER_CLASSES = (
     "torch.optim.adam.Adam",
@@ -156,6 +158,19 @@ def pickle_globals(data: bytes) -> Iterator[str]:
         raise pickle.UnpicklingError(f"broken pickle: {error}") from error
 
 
+def open_archive(file: IO[bytes]) -> zipfile.ZipFile:
+    """The zip, after a look at the size of its directory: parsed entries take 20 times their bytes.
+
+    Raises:
+        ValueError: the directory is larger than any torch.save archive's.
+        zipfile.BadZipFile: no zip at all.
+    """
+    end = zipfile._EndRecData(file)  # type: ignore[attr-defined]
+    if end and end[zipfile._ECD_SIZE] > _DIRECTORY_LIMIT_BYTES:  # type: ignore[attr-defined]
+        raise ValueError("the archive's directory is too large")
+    return zipfile.ZipFile(file)
+
+
 def read_data_pickle(archive: zipfile.ZipFile, size_bytes: int, limit_bytes: int) -> bytes:
     """Checks a torch.save archive's entries against the file and returns its pickle.
 
@@ -198,7 +213,7 @@ def load_common(
     label = where or ("bytes" if isinstance(source, bytes) else os.fspath(source))
     data = source if isinstance(source, bytes) else _read_file(Path(source), label, limit_bytes)
     try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        with open_archive(io.BytesIO(data)) as archive:
             names = set(pickle_globals(read_data_pickle(archive, len(data), limit_bytes)))
         _refuse_unknown(names, label)
         with _only_our_globals():
