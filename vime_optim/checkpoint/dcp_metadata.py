@@ -18,10 +18,12 @@ import torch
 import torch.distributed.checkpoint.filesystem as dcp_filesystem
 import torch.distributed.checkpoint.metadata as dcp_metadata
 
+from vime_optim.checkpoint.inert import Inert, inert_class
 from vime_optim.errors import CheckpointError
 
 MCORE_METADATA = "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata"
 """megatron-core up to 0.15 wraps the metadata in this class (strategies/torch.py)."""
+_SAVE_PLAN = "megatron.core.dist_checkpointing.strategies.torch.MCoreSavePlan"
 
 
 class MCoreMetadata(dcp_metadata.Metadata):
@@ -56,7 +58,14 @@ for _value in list(vars(torch).values()):
     if isinstance(_value, torch.dtype):
         _CLASSES[str(_value)] = _value
 
+for _name in ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData", "WriteItemType"):
+    # megatron-core 0.16 keeps its save plans in the metadata for the next save; not needed here.
+    _name = f"torch.distributed.checkpoint.planner.{_name}"
+    _CLASSES[_name] = inert_class(_name)
+_CLASSES[_SAVE_PLAN] = inert_class(_SAVE_PLAN)
+
 _BUILDABLE = (
+    Inert,
     dcp_metadata.BytesStorageMetadata,
     dcp_metadata.ChunkStorageMetadata,
     dcp_metadata.Metadata,

@@ -132,10 +132,8 @@ def _allowed() -> dict[str, Any]:
     for name, value in list(vars(torch).items()):
         if isinstance(value, torch.dtype):
             allowed[f"torch.{name}"] = value
-    for kind in torch._storage_classes:
-        dtype = getattr(kind, "dtype", None)
-        if isinstance(dtype, torch.dtype):
-            allowed[f"{kind.__module__}.{kind.__name__}"] = _StorageType(dtype)
+    for dtype, name in torch.storage._dtype_to_storage_type_map().items():
+        allowed[f"torch.{name}"] = _StorageType(dtype)
     return allowed
 
 
