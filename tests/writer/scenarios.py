@@ -1,0 +1,267 @@
+"""What the ranks of a test do. Each function runs on every rank; what it returns goes to JSON.
+
+The model is one bare module with parameters of any size under Megatron's DDP, DistributedOptimizer
+and HybridDeviceOptimizer; gradients are filled in, so that the next step comes at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+import signal
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.writer.readback import differences, snapshot
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def prepare() -> None:
+    """Import what every scenario needs, before the ranks are forked."""
+    from vime_optim.simulate import megatron
+
+    megatron.prepare("torch")
+    import megatron.core.dist_checkpointing
+
+
+def rank() -> int:
+    return torch.distributed.get_rank()
+
+
+class Trainer:
+    """A training loop's state: model, optimizer, queue of async saves."""
+
+    def __init__(
+        self,
+        numel: int = 4096,
+        *,
+        persistent: bool = True,
+        strategy: str = "mcore",
+        hybrid: bool = True,
+        install: bool = True,
+        sharding: str = "dp_reshardable",
+        **settings: Any,
+    ) -> None:
+        from megatron.core import parallel_state
+
+        if install:
+            import vime_optim
+
+            vime_optim.install(sharding="off", **settings)
+        if not parallel_state.model_parallel_is_initialized():
+            parallel_state.initialize_model_parallel()
+        self.strategy = strategy
+        self.sharding = sharding
+        self.model, self.optimizer = _build(numel, hybrid)
+        self.iteration = 0
+        self.queue = _calls_queue(strategy, persistent)
+
+    def step(self) -> float:
+        """One update with gradients of this iteration's own. Seconds it took."""
+        began = time.monotonic()
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        for number, parameter in enumerate(self.model.parameters()):
+            gradient = 0.01 * (1 + number) * (1 + self.iteration)
+            parameter.main_grad.fill_(gradient)
+        self.model.finish_grad_sync()
+        self.optimizer.step()
+        self.iteration += 1
+        return time.monotonic() - began
+
+    def state(self, is_loading: bool = False) -> dict[str, Any]:
+        from megatron.core import parallel_state
+        from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+        metadata = {
+            "distrib_optim_sharding_type": self.sharding,
+            "chained_optim_avoid_prefix": True,
+            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        }
+        replica = (0, 0, parallel_state.get_data_parallel_rank())
+        model = {
+            name: ShardedTensor.from_rank_offsets(name, parameter, replica_id=replica)
+            for name, parameter in self.model.module.named_parameters()
+        }
+        optimizer = self.optimizer.sharded_state_dict(
+            model, is_loading=is_loading, metadata=metadata
+        )
+        return {"iteration": self.iteration, "model": model, "optimizer": optimizer}
+
+    def save(self, root: str | Path, *, is_async: bool = True) -> tuple[Path, dict[str, Any]]:
+        """Ask for a save now. Returns the directory and the values that it has to hold."""
+        from megatron.core import dist_checkpointing
+
+        directory = Path(root) / f"iter_{self.iteration:07d}"
+        if rank() == 0:
+            directory.mkdir(parents=True, exist_ok=True)
+        torch.distributed.barrier()
+        state = self.state()
+        expected = snapshot(state)
+        options: dict[str, Any] = {"async_sharded_save": is_async}
+        if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:
+            options["async_strategy"] = self.strategy
+        request = dist_checkpointing.save(state, str(directory), **options)
+        if is_async:
+            request.add_finalize_fn(lambda: self._track(root, directory))
+            self.queue.schedule_async_request(request)
+        else:
+            torch.distributed.barrier()
+            self._track(root, directory)
+        return directory, expected
+
+    def _track(self, root: str | Path, directory: Path) -> None:
+        if rank() == 0:
+            (Path(root) / TRACKER).write_text(directory.name)
+        torch.distributed.barrier()
+
+    def finalize(self, blocking: bool = True) -> list[int]:
+        return list(self.queue.maybe_finalize_async_calls(blocking))
+
+    def load(self, directory: str | Path) -> None:
+        from megatron.core import dist_checkpointing
+
+        loaded = dist_checkpointing.load(self.state(is_loading=True), str(directory))
+        self.optimizer.load_state_dict(loaded["optimizer"])
+
+    def worker(self) -> Any:
+        """The process that writes the last save."""
+        from vime_optim.writer import watch
+
+        caller = self.queue.async_calls[-1].async_caller
+        return watch.process_of(caller)
+
+    def close(self) -> None:
+        self.queue.close()
+
+
+class _Block(torch.nn.Module):
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        for number, size in enumerate((numel, numel // 2 + 1, 7, numel)):
+            generator = torch.Generator().manual_seed(number)
+            value = torch.randn(size, generator=generator).to(torch.bfloat16)
+            self.register_parameter(f"p{number}", torch.nn.Parameter(value.to("cuda")))
+
+
+def _build(numel: int, hybrid: bool) -> tuple[Any, Any]:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, bf16=True)
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=True, bucket_size=None
+    )
+    model = DistributedDataParallel(config, ddp, _Block(numel))
+    values = {
+        "optimizer": "adam",
+        "lr": 0.01,
+        "bf16": True,
+        "params_dtype": torch.bfloat16,
+        "use_distributed_optimizer": True,
+        "use_precision_aware_optimizer": hybrid,
+        "optimizer_cpu_offload": hybrid,
+        "optimizer_offload_fraction": 1.0,
+        "clip_grad": 0.0,
+    }
+    known = {field.name for field in dataclasses.fields(OptimizerConfig)}
+    kept = {name: value for name, value in values.items() if name in known}
+    return model, get_megatron_optimizer(OptimizerConfig(**kept), [model])
+
+
+def _calls_queue(strategy: str, persistent: bool) -> Any:
+    if strategy == "nvrx":
+        from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
+    else:
+        from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+    return AsyncCallsQueue(persistent=persistent)
+
+
+def gathered(value: Any) -> list[Any]:
+    values: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def check(directory: Path, expected: dict[str, Any]) -> list[str]:
+    """Keys whose bytes on disk are not those of the moment of the save, over all ranks."""
+    torch.distributed.barrier()
+    return sorted({key for keys in gathered(differences(directory, expected)) for key in keys})
+
+
+@contextmanager
+def stopped(process: Any, seconds: float) -> Any:
+    """Stop a writer for `seconds`, so that whatever comes next overlaps the write for certain."""
+    os.kill(process.pid, signal.SIGSTOP)
+    timer = threading.Timer(seconds, os.kill, (process.pid, signal.SIGCONT))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
+
+
+# Scenarios.
+
+
+def exact(
+    root: str,
+    persistent: bool = True,
+    strategy: str = "mcore",
+    mode: str = "guard",
+    install: bool = True,
+    numel: int = 4096,
+    rounds: int = 2,
+    stop_s: float = 0.6,
+    stage_bytes: int = 1 << 30,
+) -> dict[str, Any]:
+    """Save, take a step while the writer is stopped, compare; several times, storages moved
+    between."""
+    options = {"async_mode": mode, "stage_bytes": stage_bytes} if install else {}
+    trainer = Trainer(numel, persistent=persistent, strategy=strategy, install=install, **options)
+    trainer.step()
+    torn: list[list[str]] = []
+    steps_s = []
+    for _ in range(rounds):
+        directory, expected = trainer.save(root)
+        with stopped(trainer.worker(), stop_s):
+            steps_s.append(trainer.step())
+            trainer.step()
+        trainer.finalize()
+        torn.append(check(directory, expected))
+        _move_storages(trainer)
+        trainer.step()
+    result = {"torn": torn, "steps_s": steps_s, "keys": len(expected)}
+    if install:
+        import vime_optim
+
+        report = vime_optim.status()
+        result["counters"] = report.counters
+        result["hits"] = report.hits
+    trainer.close()
+    return result
+
+
+def _move_storages(trainer: Trainer) -> None:
+    """As colocated RL does: the state leaves and comes back in other memory."""
+    for optimizer in _torch_optimizers(trainer.optimizer):
+        for state in optimizer.state.values():
+            for key, value in list(state.items()):
+                if isinstance(value, torch.Tensor):
+                    state[key] = value.clone()
+
+
+def _torch_optimizers(optimizer: Any) -> list[Any]:
+    chained = getattr(optimizer, "chained_optimizers", None)
+    if chained is not None:
+        return [inner for child in chained for inner in _torch_optimizers(child)]
+    inner = optimizer.optimizer
+    return list(getattr(inner, "sub_optimizers", [inner]))

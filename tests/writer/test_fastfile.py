@@ -1,0 +1,152 @@
+"""The file writer: what torch's own reader makes of it, and what reaches the disk."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vime_optim.writer import fastfile
+
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int16,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.uint16,
+    torch.float8_e4m3fn,
+]
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    parts = [x.detach().contiguous().reshape(-1).view(torch.uint8) for x in (a, b)]
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(*parts)
+
+
+def read(path: Path, extent: fastfile.Extent) -> torch.Tensor:
+    raw = path.read_bytes()[extent.offset : extent.offset + extent.length]
+    loaded: torch.Tensor = torch.load(io.BytesIO(raw), weights_only=True)
+    return loaded
+
+
+def filled(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    numel = int(torch.Size(shape).numel())
+    itemsize = torch.empty((), dtype=dtype).itemsize
+    raw = torch.randint(0, 2 if dtype is torch.bool else 256, (numel * itemsize,))
+    return raw.to(torch.uint8).view(dtype).reshape(shape)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.integers(0, 5), max_size=4).map(tuple), st.sampled_from(range(len(DTYPES)))
+        ),
+        max_size=6,
+    )
+)
+def test_torch_reads_back_every_bit(tmp_path_factory: Any, specs: list[Any]) -> None:
+    path = tmp_path_factory.mktemp("file") / "x"
+    tensors = [filled(shape, DTYPES[number]) for shape, number in specs]
+    extents, record = fastfile.write_file(path, "x", list(tensors))
+    for tensor, extent in zip(tensors, extents, strict=True):
+        assert same_bits(read(path, extent), tensor)
+    assert record.size_bytes == path.stat().st_size
+    assert fastfile.digest_file(path).chunk_digests == record.chunk_digests
+    assert fastfile.read_stamp(path) == record.stamp
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(70.0).reshape(10, 7)[2:5, 1:4],
+        torch.arange(6.0).reshape(2, 3).t(),
+        torch.arange(9.0)[3:],
+        torch.nn.Parameter(torch.rand(3)),
+        torch.zeros(1, 1).expand(4, 5),
+    ],
+    ids=["cut", "transposed", "offset", "parameter", "expanded"],
+)
+def test_a_view_is_written_without_its_storage(tmp_path: Path, tensor: torch.Tensor) -> None:
+    [extent], _ = fastfile.write_file(tmp_path / "x", "x", [tensor])
+    loaded = read(tmp_path / "x", extent)
+    assert same_bits(loaded, tensor)
+    assert loaded.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    assert loaded.is_contiguous()
+
+
+def test_special_tensors_go_through_torch(tmp_path: Path) -> None:
+    sparse = torch.eye(3).to_sparse()
+    conjugate = torch.rand(4, dtype=torch.complex64).conj()
+    extents, _ = fastfile.write_file(tmp_path / "x", "x", [sparse, conjugate])
+    assert torch.equal(read(tmp_path / "x", extents[0]).to_dense(), torch.eye(3))
+    assert torch.equal(read(tmp_path / "x", extents[1]), conjugate)
+
+
+def test_bytes_are_written_as_they_are(tmp_path: Path) -> None:
+    blob = io.BytesIO(b"some bytes")
+    extents, _ = fastfile.write_file(tmp_path / "x", "x", [torch.rand(3), blob])
+    raw = (tmp_path / "x").read_bytes()
+    assert raw[extents[1].offset :][: extents[1].length] == b"some bytes"
+
+
+def test_large_archives_use_zip64(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # Everything past 1000 bytes counts as past 4 GiB: the same code without 4 GiB of memory.
+    monkeypatch.setattr(fastfile, "_ZIP64_LIMIT", 1000)
+    tensor = torch.rand(50, 50)
+    [extent], _ = fastfile.write_file(tmp_path / "x", "x", [tensor])
+    raw = (tmp_path / "x").read_bytes()
+    assert b"PK\x06\x06" in raw
+    assert b"PK\x06\x07" in raw
+    assert same_bits(read(tmp_path / "x", extent), tensor)
+
+
+def test_data_is_aligned_for_mapping(tmp_path: Path) -> None:
+    tensors = [torch.full((n,), 7.5) for n in (1, 3, 100)]
+    extents, _ = fastfile.write_file(tmp_path / "x", "x", list(tensors))
+    raw = (tmp_path / "x").read_bytes()
+    for tensor, extent in zip(tensors, extents, strict=True):
+        assert raw.index(bytes(tensor.numpy().tobytes()), extent.offset) % 64 == 0
+
+
+def test_chunks_are_digested_across_items(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(fastfile, "CHUNK_BYTES", 1000)
+    _, record = fastfile.write_file(tmp_path / "x", "x", [torch.rand(n) for n in (10, 900, 300)])
+    assert len(record.chunk_digests) == 8 * -(-record.size_bytes // 1000)
+    assert fastfile.digest_file(tmp_path / "x").chunk_digests == record.chunk_digests
+
+
+def test_a_short_write_is_continued(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    real = os.write
+    monkeypatch.setattr(fastfile.os, "write", lambda fd, data: real(fd, data[:777]))
+    tensor = torch.rand(5000)
+    [extent], _ = fastfile.write_file(tmp_path / "x", "x", [tensor])
+    monkeypatch.undo()
+    assert same_bits(read(tmp_path / "x", extent), tensor)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_a_failing_disk_raises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int) -> None:
+    def fail(fd: int, data: Any) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fastfile.os, "write", fail)
+    with pytest.raises(OSError, match=os.strerror(code)):
+        fastfile.write_file(tmp_path / "x", "x", [torch.rand(5)])
+
+
+def test_device_tensors_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="host tensors"):
+        fastfile.write_file(tmp_path / "x", "x", [torch.empty(3, device="meta")])

@@ -1,0 +1,164 @@
+"""Manifests: every flipped bit, cut, swapped or foreign file is named."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from vime_optim.errors import CheckpointError
+from vime_optim.writer import fastfile, manifest
+from vime_optim.writer.manifest import MANIFEST_NAME, Item, Manifest, verify_directory
+
+CHUNK_BYTES = 4096
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fastfile, "CHUNK_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(manifest, "CHUNK_BYTES", CHUNK_BYTES)
+
+
+def make(directory: Path, seed: int = 0) -> Path:
+    """A directory with two .distcp files, a common.pt and a manifest."""
+    directory.mkdir()
+    generator = torch.Generator().manual_seed(seed)
+    made = Manifest(chunk_bytes=CHUNK_BYTES)
+    for number in range(2):
+        name = f"__0_{number}.distcp"
+        tensors = [torch.rand(n, generator=generator) for n in (1000, 5, 3000)]
+        extents, record = fastfile.write_file(directory / name, name, list(tensors))
+        items = [
+            Item(f"optimizer.{number}.{i}", e.offset, e.length, (0,)) for i, e in enumerate(extents)
+        ]
+        made.add(record, items)
+    torch.save({"iteration": seed}, directory / "common.pt")
+    made.add(fastfile.digest_file(directory / "common.pt"))
+    made.write(directory)
+    return directory
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, small_chunks: None) -> Path:
+    return make(tmp_path / "iter_0000001")
+
+
+def test_an_untouched_directory_is_fine(checkpoint: Path) -> None:
+    outcome = verify_directory(checkpoint)
+    assert outcome.ok
+    assert outcome.files == 3
+    assert outcome.uncovered == ()
+    assert outcome.bytes_read == sum(
+        p.stat().st_size for p in checkpoint.iterdir() if p.name != MANIFEST_NAME
+    )
+
+
+def test_without_a_manifest_nothing_is_claimed(checkpoint: Path) -> None:
+    (checkpoint / MANIFEST_NAME).unlink()
+    outcome = verify_directory(checkpoint)
+    assert not outcome.has_manifest
+    assert "common.pt" in outcome.uncovered
+
+
+def test_every_flipped_bit_is_named(checkpoint: Path) -> None:
+    draw = random.Random(1)
+    files = sorted(p for p in checkpoint.iterdir() if p.name != MANIFEST_NAME)
+    for _ in range(300):
+        path = draw.choice(files)
+        raw = bytearray(path.read_bytes())
+        position = draw.randrange(len(raw))
+        raw[position] ^= 1 << draw.randrange(8)
+        original = path.read_bytes()
+        path.write_bytes(bytes(raw))
+        problems = [p for p in verify_directory(checkpoint).problems if p.end]
+        path.write_bytes(original)
+        assert [p.file for p in problems] == [path.name]
+        assert problems[0].start <= position < problems[0].end <= problems[0].start + CHUNK_BYTES
+
+
+def test_a_problem_names_the_keys_in_its_range(checkpoint: Path) -> None:
+    path = checkpoint / "__0_1.distcp"
+    entry = manifest.read_manifest(checkpoint).entries[path.name]  # type: ignore[union-attr]
+    last = entry.items[-1]
+    raw = bytearray(path.read_bytes())
+    raw[last.offset + last.length - 1] ^= 4
+    path.write_bytes(bytes(raw))
+    [problem] = verify_directory(checkpoint).problems
+    assert problem.keys == ("optimizer.1.2 at [0]",)
+    assert "optimizer.1.2" in str(problem)
+
+
+def test_every_cut_is_named(checkpoint: Path) -> None:
+    draw = random.Random(2)
+    for _ in range(60):
+        path = draw.choice(sorted(checkpoint.glob("*.distcp")))
+        original = path.read_bytes()
+        path.write_bytes(original[: draw.randrange(len(original))])
+        for deep in (True, False):
+            outcome = verify_directory(checkpoint, deep=deep)
+            assert path.name in {p.file for p in outcome.problems}
+        path.write_bytes(original)
+
+
+def test_swapped_files_are_named_without_reading_them(checkpoint: Path) -> None:
+    first, second = sorted(checkpoint.glob("*.distcp"))
+    a, b = first.read_bytes(), second.read_bytes()
+    first.write_bytes(b)
+    second.write_bytes(a)
+    outcome = verify_directory(checkpoint, deep=False)
+    assert {p.file for p in outcome.problems} == {first.name, second.name}
+
+
+def test_a_file_of_another_step_is_named_without_reading_it(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    other = make(tmp_path / "iter_0000002", seed=2)
+    shutil.copy(other / "__0_0.distcp", checkpoint / "__0_0.distcp")
+    [problem] = verify_directory(checkpoint, deep=False).problems
+    assert problem.file == "__0_0.distcp"
+    assert "another save" in problem.what
+
+
+def test_a_missing_file_is_named(checkpoint: Path) -> None:
+    (checkpoint / "__0_1.distcp").unlink()
+    [problem] = verify_directory(checkpoint).problems
+    assert problem.file == "__0_1.distcp"
+    assert problem.what == "the file is missing"
+
+
+def test_a_damaged_manifest_is_refused(checkpoint: Path) -> None:
+    path = checkpoint / MANIFEST_NAME
+    draw = random.Random(3)
+    original = path.read_bytes()
+    for _ in range(100):
+        raw = bytearray(original)
+        raw[draw.randrange(len(raw))] ^= 1 << draw.randrange(8)
+        path.write_bytes(bytes(raw))
+        with pytest.raises(CheckpointError, match="manifest is damaged"):
+            verify_directory(checkpoint)
+    path.write_bytes(original[:-10])
+    with pytest.raises(CheckpointError, match="manifest is damaged"):
+        verify_directory(checkpoint)
+
+
+def test_a_newer_manifest_is_refused(checkpoint: Path) -> None:
+    body = json.loads((checkpoint / MANIFEST_NAME).read_text())
+    body["version"] = 99
+    body.pop("check")
+    body["check"] = manifest._check_of(body)
+    (checkpoint / MANIFEST_NAME).write_text(json.dumps(body))
+    with pytest.raises(CheckpointError, match="newer than this vime_optim"):
+        verify_directory(checkpoint)
+
+
+def test_amending_adds_a_file(checkpoint: Path) -> None:
+    (checkpoint / "metadata.json").write_text("{}")
+    assert verify_directory(checkpoint).uncovered == ("metadata.json",)
+    manifest.amend(checkpoint, "metadata.json", "not there")
+    outcome = verify_directory(checkpoint)
+    assert outcome.ok
+    assert outcome.uncovered == ()

@@ -1,0 +1,368 @@
+"""Writes `.distcp` files that every stock torch reads, at the speed of plain writes.
+
+What torch does for each item: pickle the tensor, open a zip archive on the stream, compute a CRC-32
+over all of its bytes, hand them to Python as `bytes` objects and copy them once more into the
+stream's buffer. Here the archive's few hundred bytes are made beforehand and the tensor's own
+memory goes to the file as it is, in one pass that also feeds the digest of the manifest.
+
+The archive has the layout that `torch.load` expects (stored entries, data aligned to 64 bytes).
+The CRC-32 of the data entry is left zero: torch's reader is built without CRC checks, and
+`torch.serialization.set_crc32_options(False)` writes such files too. The digests of
+`vime_optim_manifest.json` take its place, and cover the rest of the file as well.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import secrets
+import struct
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+CHUNK_BYTES = 8 << 20
+"""A digest covers this many bytes of a file (the last one of a file: fewer)."""
+
+_PIECE_BYTES = 512 << 10  # hashed while still in cache, then written
+_ALIGNMENT_BYTES = 64  # what torch aligns storages to
+_ZIP64_LIMIT = 0xFFFFFFFF
+_SEE_ZIP64 = 0xFFFFFFFF  # in a 32-bit field: the value is in the zip64 record
+_TRAILER_MAGIC = b"vime_optim file "
+STAMP_BYTES = 16
+TRAILER_BYTES = len(_TRAILER_MAGIC) + STAMP_BYTES
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What was written to one file; goes into the manifest."""
+
+    name: str
+    size_bytes: int
+    stamp: str
+    """Random name of this very file, hex; also the last bytes of the file."""
+    chunk_digests: bytes
+    """xxh3-64 of each chunk of CHUNK_BYTES, 8 bytes each, big-endian."""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Where one item lies in its file, in bytes."""
+
+    offset: int
+    length: int
+
+
+class DigestingFile:
+    """A file that is written once, front to back, and digested on the way.
+
+    Raises what the operating system raises: OSError with ENOSPC, EIO, EROFS and so on.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], progress: Callable[[], None] | None = None):
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        self._hash = xxhash.xxh3_64()
+        self._digests = bytearray()
+        self._progress = progress
+        self.position = 0
+
+    def write(self, data: Any) -> int:
+        """Write all of a bytes-like object. Returns its number of bytes."""
+        view = memoryview(data).cast("B") if not isinstance(data, bytes) else memoryview(data)
+        done = 0
+        while done < len(view):
+            room = CHUNK_BYTES - self.position % CHUNK_BYTES
+            piece = view[done : done + min(_PIECE_BYTES, room)]
+            self._hash.update(piece)
+            _write_all(self._fd, piece)
+            done += len(piece)
+            self.position += len(piece)
+            if self.position % CHUNK_BYTES == 0:
+                self._close_chunk()
+        return len(view)
+
+    def _close_chunk(self) -> None:
+        self._digests += self._hash.digest()
+        self._hash.reset()
+        if self._progress is not None:
+            self._progress()
+
+    def align(self) -> None:
+        """Pad with zeros to the next 64-byte boundary."""
+        rest = -self.position % _ALIGNMENT_BYTES
+        if rest:
+            self.write(bytes(rest))
+
+    def finish(self, name: str) -> FileRecord:
+        """Write the trailer, bring everything to stable storage and close."""
+        stamp = secrets.token_bytes(STAMP_BYTES)
+        self.write(_TRAILER_MAGIC + stamp)
+        if self.position % CHUNK_BYTES:
+            self._close_chunk()
+        os.fsync(self._fd)
+        self.close()
+        return FileRecord(name, self.position, stamp.hex(), bytes(self._digests))
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> DigestingFile:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def _write_all(fd: int, view: memoryview) -> None:
+    while view:
+        written = os.write(fd, view)
+        view = view[written:]
+
+
+def read_stamp(path: str | os.PathLike[str]) -> str | None:
+    """The stamp in a file's trailer, hex; None when the file has no trailer of ours."""
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size < TRAILER_BYTES:
+            return None
+        file.seek(size - TRAILER_BYTES)
+        trailer = file.read(TRAILER_BYTES)
+    if not trailer.startswith(_TRAILER_MAGIC):
+        return None
+    return trailer[len(_TRAILER_MAGIC) :].hex()
+
+
+def digest_file(path: str | os.PathLike[str], name: str | None = None) -> FileRecord:
+    """Digest a file that something else wrote (common.pt, .metadata)."""
+    digests = bytearray()
+    size = 0
+    with open(path, "rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digests += xxhash.xxh3_64_digest(chunk)
+            size += len(chunk)
+    return FileRecord(name or Path(path).name, size, "", bytes(digests))
+
+
+def write_file(
+    path: str | os.PathLike[str],
+    name: str,
+    items: Sequence[io.BytesIO | torch.Tensor],
+    progress: Callable[[], None] | None = None,
+) -> tuple[list[Extent], FileRecord]:
+    """Write one `.distcp` file: byte objects as they are, host tensors as `torch.save` would.
+
+    Args:
+        path: where; an existing file is replaced.
+        name: the file's name in the checkpoint directory.
+        items: in file order. Tensors: any shape and dtype, on the host; views are written as
+            they are, without the storage behind them.
+        progress: called after every chunk; may raise to stop the write.
+
+    Returns:
+        The extent of each item, and the file's record.
+
+    Raises:
+        OSError: from the file system.
+        ValueError: a tensor that is not on the host.
+    """
+    extents = []
+    with DigestingFile(path, progress) as file:
+        for data in items:
+            file.align()
+            offset = file.position
+            if isinstance(data, io.BytesIO):
+                file.write(data.getbuffer())
+            else:
+                for part in archive_parts(data):
+                    file.write(part)
+            extents.append(Extent(offset, file.position - offset))
+        return extents, file.finish(name)
+
+
+def archive_parts(tensor: torch.Tensor) -> Iterator[Any]:
+    """Bytes-like parts that together are what `torch.save(tensor.contiguous())` stands for."""
+    if tensor.device.type != "cpu":
+        raise ValueError(f"only host tensors can be written, got one on {tensor.device}")
+    storage_type = _storage_type(tensor)
+    if storage_type is None:
+        yield _saved_by_torch(tensor)
+        return
+    data = _bytes_of(tensor)
+    head, tail = _archive_frame(tensor, storage_type, len(data))
+    yield head
+    yield data
+    yield tail
+
+
+def _storage_type(tensor: torch.Tensor) -> Any:
+    """torch's legacy storage class of a plain strided tensor, None for anything special."""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    if not plain or tensor.layout is not torch.strided or tensor.is_quantized:
+        return None
+    if tensor.is_conj() or tensor.is_neg():
+        return None
+    name = torch.storage._dtype_to_storage_type_map().get(tensor.dtype)
+    return getattr(torch, name, None) if name is not None else None
+
+
+def _saved_by_torch(tensor: torch.Tensor) -> memoryview:
+    buffer = io.BytesIO()
+    torch.save(tensor.detach().clone(), buffer)
+    return buffer.getbuffer()
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return memoryview(flat.numpy())  # type: ignore[arg-type]
+
+
+class _StorageToken:
+    """Stands for the tensor's storage while its pickle is made."""
+
+
+class _TensorRecipe:
+    """Pickles to the call by which torch rebuilds a contiguous tensor at offset 0."""
+
+    def __init__(self, shape: tuple[int, ...], token: _StorageToken) -> None:
+        self.shape = shape
+        self.token = token
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        strides = []
+        step = 1
+        for size in reversed(self.shape):
+            strides.append(step)
+            step *= max(size, 1)
+        arguments: tuple[Any, ...] = (
+            self.token,
+            0,
+            self.shape,
+            tuple(reversed(strides)),
+            False,
+            OrderedDict(),
+        )
+        return torch._utils._rebuild_tensor_v2, arguments
+
+
+class _TensorPickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, storage_type: Any, numel: int) -> None:
+        super().__init__(file, protocol=2)  # the protocol torch.load's safe unpickler reads
+        self._reference = ("storage", storage_type, "0", "cpu", numel)
+
+    def persistent_id(self, obj: Any) -> Any:
+        return self._reference if isinstance(obj, _StorageToken) else None
+
+
+def _archive_frame(tensor: torch.Tensor, storage_type: Any, nbytes: int) -> tuple[bytes, bytes]:
+    """The archive's bytes before and after the tensor's data."""
+    recipe = io.BytesIO()
+    shape = tuple(int(size) for size in tensor.shape)
+    _TensorPickler(recipe, storage_type, tensor.numel()).dump(_TensorRecipe(shape, _StorageToken()))
+    head = bytearray()
+    directory = bytearray()
+    for name, content in (
+        ("archive/data.pkl", recipe.getvalue()),
+        ("archive/byteorder", b"little"),
+        ("archive/version", b"3\n"),
+    ):
+        crc = zlib.crc32(content)
+        directory += _directory_entry(name, crc, len(content), len(head))
+        head += _local_header(name, crc, len(content), padding_bytes=0) + content
+    name = "archive/data/0"
+    directory += _directory_entry(name, 0, nbytes, len(head))
+    bare = len(head) + len(_local_header(name, 0, nbytes, padding_bytes=0))
+    # A padding field takes at least its own four-byte header.
+    padding = (-(bare + 4) % _ALIGNMENT_BYTES) + 4
+    head += _local_header(name, 0, nbytes, padding)
+    return bytes(head), bytes(directory) + _end_records(4, len(directory), len(head) + nbytes)
+
+
+def _local_header(name: str, crc: int, nbytes: int, padding_bytes: int) -> bytes:
+    extra = b""
+    size = nbytes
+    if nbytes >= _ZIP64_LIMIT:
+        extra = struct.pack("<HHQQ", 1, 16, nbytes, nbytes)
+        size = _SEE_ZIP64
+    if padding_bytes:
+        body = padding_bytes - 4
+        extra += struct.pack("<HH", 0x4246, body) + b"Z" * body  # 'FB', as torch pads
+    needed = 45 if nbytes >= _ZIP64_LIMIT else 20
+    fixed = struct.pack(
+        "<4sHHHHHIIIHH",
+        b"PK\x03\x04",
+        needed,
+        0x800,
+        0,
+        0,
+        0,
+        crc,
+        size,
+        size,
+        len(name),
+        len(extra),
+    )
+    return fixed + name.encode() + extra
+
+
+def _directory_entry(name: str, crc: int, nbytes: int, header_offset: int) -> bytes:
+    extra = b""
+    size = nbytes
+    if nbytes >= _ZIP64_LIMIT:
+        extra = struct.pack("<HHQQ", 1, 16, nbytes, nbytes)
+        size = _SEE_ZIP64
+    needed = 45 if nbytes >= _ZIP64_LIMIT else 20
+    fixed = struct.pack(
+        "<4sHHHHHHIIIHHHHHII",
+        b"PK\x01\x02",
+        needed,
+        needed,
+        0x800,
+        0,
+        0,
+        0,
+        crc,
+        size,
+        size,
+        len(name),
+        len(extra),
+        0,
+        0,
+        0,
+        0,
+        header_offset,
+    )
+    return fixed + name.encode() + extra
+
+
+def _end_records(entries: int, directory_bytes: int, directory_offset: int) -> bytes:
+    end = b""
+    offset = directory_offset
+    if directory_offset >= _ZIP64_LIMIT:
+        end_offset = directory_offset + directory_bytes
+        end += struct.pack(
+            "<4sQHHIIQQQQ",
+            b"PK\x06\x06",
+            44,
+            45,
+            45,
+            0,
+            0,
+            entries,
+            entries,
+            directory_bytes,
+            directory_offset,
+        )
+        end += struct.pack("<4sIQI", b"PK\x06\x07", 0, end_offset, 1)
+        offset = _SEE_ZIP64
+    return end + struct.pack(
+        "<4sHHHHIIH", b"PK\x05\x06", 0, 0, entries, entries, directory_bytes, offset, 0
+    )

@@ -1,0 +1,236 @@
+"""What runs in the writer process: stage device tensors, write the files, report.
+
+Everything here is found by import in a spawned worker, so it needs no patch there. It never
+raises: an exception is a result like any other, because a worker that dies of one leaves the
+trainer waiting.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.storage import WriteResult
+
+from vime_optim.writer.channel import ResultChannel
+from vime_optim.writer.fastfile import FileRecord, write_file
+
+WriteBucket = tuple[str, str, tuple[list[Any], list[Any]]]
+"""(path, file name, (byte items, tensor items)), as Megatron builds it."""
+
+_BEAT_S = 1.0
+_ORPHAN_POLL_S = 0.25
+
+
+@dataclass(frozen=True)
+class RecordedResult(WriteResult):
+    """A WriteResult that also carries the record of its file (the last one of each file does).
+
+    It travels to the coordinator with the results that are gathered anyway. `.metadata` takes
+    only `storage_data` from it, so nothing of ours gets into that file.
+    """
+
+    record: FileRecord | None = None
+
+
+class PreloadFailed:
+    """Stands for the buckets when staging them failed; carries the reason to `run`."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+
+def preload(trainer_pid: int, stage: Callable[[], list[WriteBucket]]) -> Any:
+    """Stage the tensors on the host by Megatron's own function, and let go of the originals.
+
+    Returns:
+        The buckets, or PreloadFailed.
+    """
+    if os.getpid() != trainer_pid:
+        _exit_with_parent(trainer_pid)
+    try:
+        buckets = stage()
+    except Exception as error:
+        return PreloadFailed(f"staging the tensors failed: {type(error).__name__}: {error}")
+    if os.getpid() != trainer_pid:
+        _release_sources(stage, buckets)
+    return buckets
+
+
+def _release_sources(stage: Any, staged: list[WriteBucket]) -> None:
+    """Empty the lists that the request still holds, so that a worker which keeps its last
+    request (0.15) holds no device or shared memory until the next one."""
+    arguments = getattr(stage, "args", ())
+    if not arguments or not isinstance(arguments[0], list) or arguments[0] is staged:
+        return
+    for bucket in arguments[0]:
+        bucket[2][1].clear()
+
+
+def run(trainer_pid: int, rank: int, write_buckets: Any, channel: ResultChannel) -> None:
+    """Write all files, each by its own thread, and publish {file number: results} or the error.
+
+    Past `trainer_pid` it takes the arguments of Megatron's write function, whose place it takes.
+    """
+    if os.getpid() != trainer_pid:
+        _exit_with_parent(trainer_pid)
+        # A forked child must not touch the parent's OpenMP threads, which do not exist in it.
+        torch.set_num_threads(1)
+    collecting = gc.isenabled()
+    gc.disable()  # collecting the parent's device tensors in a child is a CUDA error
+    try:
+        _run(rank, write_buckets, channel)
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _run(rank: int, write_buckets: Any, channel: ResultChannel) -> None:
+    try:
+        result: Any = _write_all(write_buckets, channel)
+    except Exception as error:
+        result = _as_error(rank, error)
+    if isinstance(write_buckets, list):
+        for bucket in write_buckets:
+            bucket[2][1].clear()
+    try:
+        channel.put(result)
+    except OSError:
+        # Nothing can be said any more; the trainer reports a writer that ended without result.
+        return
+
+
+def _write_all(write_buckets: Any, channel: ResultChannel) -> dict[int, Any]:
+    if isinstance(write_buckets, PreloadFailed):
+        raise RuntimeError(write_buckets.reason)
+    progress = _Progress(channel)
+    results: dict[int, Any] = {}
+
+    def work(number: int) -> None:
+        try:
+            results[number] = write_bucket(write_buckets[number], progress)
+        except BaseException as error:
+            progress.stop = True
+            results[number] = error
+
+    threads = [
+        threading.Thread(target=work, args=(number,), name=f"vime_optim writer {number}")
+        for number in range(1, len(write_buckets))
+    ]
+    for thread in threads:
+        thread.start()
+    if write_buckets:
+        work(0)
+    for thread in threads:
+        thread.join()
+    errors = [r for r in results.values() if isinstance(r, BaseException)]
+    if errors:
+        # A write that was stopped because of another's failure is not the cause.
+        raise next((e for e in errors if not isinstance(e, _Stopped)), errors[0])
+    return dict(sorted(results.items()))
+
+
+class _Stopped(Exception):
+    """This write was given up because another one of the same save failed."""
+
+
+class _Progress:
+    """Called by the file writers after every chunk: signs of life, and the stop flag."""
+
+    def __init__(self, channel: ResultChannel) -> None:
+        self._channel = channel
+        self._last = 0.0
+        self.stop = False
+        self()
+
+    def __call__(self) -> None:
+        if self.stop:
+            raise _Stopped
+        now = time.monotonic()
+        if now - self._last > _BEAT_S:
+            self._last = now
+            if isinstance(self._channel, ResultChannel):
+                self._channel.beat()
+
+
+def write_bucket(bucket: WriteBucket, progress: Callable[[], None]) -> list[WriteResult]:
+    """Write one file. Returns DCP's results, the last one with the file's record.
+
+    Raises:
+        OSError: with the path in it, from the file system.
+    """
+    path, name, (byte_items, tensor_items) = bucket
+    pairs: Sequence[tuple[Any, Any]] = [*byte_items, *tensor_items]
+    data: list[io.BytesIO | torch.Tensor] = [item_data for _, item_data in pairs]
+    try:
+        extents, record = write_file(path, name, data, progress)
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+    results: list[WriteResult] = []
+    for position, ((item, _), extent) in enumerate(zip(pairs, extents, strict=True)):
+        results.append(
+            RecordedResult(
+                index=item.index,
+                size_in_bytes=extent.length,
+                storage_data=_StorageInfo(name, extent.offset, extent.length),
+                record=record if position == len(pairs) - 1 else None,
+            )
+        )
+    return results
+
+
+def _as_error(rank: int, error: BaseException) -> Exception:
+    """An exception that any process can unpickle."""
+    from vime_optim.errors import WriterError
+
+    return WriterError(
+        f"writing the checkpoint failed: {type(error).__name__}: {error}",
+        where=str(getattr(error, "filename", None) or "") or None,
+        next_step=_hint(error),
+        rank=rank,
+    )
+
+
+def _hint(error: BaseException) -> str | None:
+    import errno
+
+    code = getattr(error, "errno", None)
+    if code in (errno.ENOSPC, errno.EDQUOT):
+        return "free space or raise the quota of the checkpoint file system, then save again"
+    if code in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return "make the checkpoint directory writable for this user on every node"
+    if code == errno.EIO:
+        return "the file system reports an I/O error: look at the kernel log of this node"
+    return None
+
+
+_watching_parent = False
+
+
+def _exit_with_parent(trainer_pid: int) -> None:
+    """End this worker when its trainer is gone.
+
+    An orphan would go on writing into a directory that the restarted job may be saving to, and a
+    persistent one would wait for the next request, with its memory, for ever.
+    """
+    global _watching_parent
+    if _watching_parent:
+        return
+    _watching_parent = True
+
+    def watch() -> None:
+        while os.getppid() == trainer_pid:
+            time.sleep(_ORPHAN_POLL_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="vime_optim parent watch").start()
