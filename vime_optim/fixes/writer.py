@@ -1,0 +1,407 @@
+"""Saves are exact, whole or refused, and never hang.
+
+Symptom: an async save with a persistent worker holds values of later steps (F19) or, once storages
+moved, old ones (F13); a writer that dies leaves the job waiting for ever (F14); a directory that is
+half one save and half another loads.
+Cause: host tensors are handed over by reference; waits look at queues, not at processes; a failure
+on one rank is raised there alone; an overwritten directory keeps the old `metadata.json`.
+Changes: the async callers of megatron-core and nvidia-resiliency-ext register what a worker reads
+and watch it (writer/guard, stage, watch, dispatch); files are written by our writer, which never
+raises in the worker and digests on the way (writer/task, fastfile); `save` and `load` agree across
+ranks (writer/commit, loadcheck).
+Leaves alone: planning, `.metadata`, names of files, multi-storage-client paths, writers with stream
+extensions, local checkpoints.
+Remove when: upstream hands persistent workers copies, watches its workers, and refuses directories
+that are not whole.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+from types import ModuleType
+from typing import Any
+
+from vime_optim.probe import missing_parameters, source_of
+from vime_optim.registry import NEEDED, Diagnosis, Fix, Hit, Target, Wrap, not_understood
+
+_STRATEGIES = "megatron.core.dist_checkpointing.strategies"
+_NVRX = "nvidia_resiliency_ext.checkpointing.async_ckpt"
+_OPTIMIZER = "megatron.core.optimizer.optimizer"
+_DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer"
+
+
+# Callers: guard, stage and watch.
+
+
+def _wrap_schedule(kind: str) -> Wrap:
+    def wrap(original: Any, hit: Hit) -> Any:
+        def schedule_async_call(self: Any, async_req: Any) -> None:
+            from vime_optim.writer import dispatch
+
+            hit()
+            getattr(dispatch, f"schedule_{kind}")(original, self, async_req)
+
+        return schedule_async_call
+
+    return wrap
+
+
+def _wrap_is_done(original: Any, hit: Hit) -> Any:
+    def is_current_async_call_done(
+        self: Any, blocking: bool = False, no_dist: bool = False
+    ) -> bool:
+        from vime_optim.writer import dispatch
+
+        return dispatch.is_done(original, self, blocking, no_dist)
+
+    return is_current_async_call_done
+
+
+def _wrap_close(original: Any, hit: Hit) -> Any:
+    def close(self: Any, abort: bool = False) -> None:
+        from vime_optim.writer import dispatch
+
+        dispatch.close_persistent(original, self, abort)
+
+    return close
+
+
+def _wrap_update(everything: bool) -> Wrap:
+    """Wait before a method that changes optimizer state in place.
+
+    Args:
+        everything: wait for any save by reference; else only for one that holds this optimizer's
+            storages.
+    """
+
+    def wrap(original: Any, hit: Hit) -> Any:
+        @functools.wraps(original)
+        def update(self: Any, *args: Any, **kwargs: Any) -> Any:
+            from vime_optim.writer import guard
+
+            if guard.in_flight():
+                guard.before_update(None if everything else guard.optimizer_tensors(self))
+            return original(self, *args, **kwargs)
+
+        return update
+
+    return wrap
+
+
+def _diagnose_caller(module: ModuleType, original: Any) -> Diagnosis:
+    reason = missing_parameters(original, "async_req")
+    if reason:
+        return not_understood(reason)
+    source = source_of(original)
+    if "preload_fn" not in source or "async_fn" not in source:
+        return not_understood("does not stage by preload_fn and write by async_fn")
+    return NEEDED
+
+
+def _caller_targets(module: str, optional: bool) -> tuple[Target, ...]:
+    def target(name: str, wrap: Wrap, **kwargs: Any) -> Target:
+        return Target(module, name, wrap, optional=optional, **kwargs)
+
+    temporal, persistent = "TemporalAsyncCaller", "PersistentAsyncCaller"
+    schedule, done = "schedule_async_call", "is_current_async_call_done"
+    return (
+        target(f"{temporal}.{schedule}", _wrap_schedule("temporal"), diagnose=_diagnose_caller),
+        target(f"{persistent}.{schedule}", _wrap_schedule("persistent"), diagnose=_diagnose_caller),
+        target(f"{temporal}.{done}", _wrap_is_done),
+        target(f"{persistent}.{done}", _wrap_is_done),
+        target(f"{persistent}.close", _wrap_close),
+    )
+
+
+def _update_targets() -> tuple[Target, ...]:
+    steps = [
+        Target(module, f"{cls}.step_with_ready_grads", _wrap_update(False), optional=True)
+        for module, cls in (
+            (_DISTRIBUTED, "DistributedOptimizer"),
+            (_OPTIMIZER, "MixedPrecisionOptimizer"),
+            (_OPTIMIZER, "FP32Optimizer"),
+        )
+    ]
+    rest = [
+        Target(module, name, _wrap_update(True), optional=True)
+        for module, name in (
+            (_DISTRIBUTED, "DistributedOptimizer.load_state_dict"),
+            (_DISTRIBUTED, "DistributedOptimizer.load_parameter_state"),
+            (_OPTIMIZER, "Float16OptimizerWithFloat16Params.load_state_dict"),
+            (_OPTIMIZER, "FP32Optimizer.load_state_dict"),
+            (_OPTIMIZER, "MixedPrecisionOptimizer.reload_model_params"),
+            (_OPTIMIZER, "MegatronOptimizer.offload_to_cpu"),
+            (_OPTIMIZER, "MegatronOptimizer.restore_from_cpu"),
+        )
+    ]
+    return (*steps, *rest)
+
+
+# Writers: files, digests and results.
+
+
+def _wrap_get_save_function(original: Any, hit: Hit) -> Any:
+    def get_save_function_and_args(self: Any) -> Any:
+        save_fn, preload_fn, arguments = original(self)
+        if save_fn is None or not _writes_plain_files(self):
+            return save_fn, preload_fn, arguments
+        from vime_optim.writer import task
+
+        hit()
+        pid = os.getpid()
+        staged = functools.partial(task.preload, pid, preload_fn)
+        return functools.partial(task.run, pid), staged, arguments
+
+    return get_save_function_and_args
+
+
+def _diagnose_get_save_function(module: ModuleType, original: Any) -> Diagnosis:
+    source = source_of(original)
+    for needed in ("preload_tensors", "results_queue", "write_preloaded_data_multi"):
+        if needed not in source:
+            return not_understood(f"{needed} is not in its source")
+    return NEEDED
+
+
+def _wrap_prepare(original: Any, hit: Hit) -> Any:
+    def prepare_write_data(self: Any, plan: Any, planner: Any) -> None:
+        if not _writes_plain_files(self):
+            original(self, plan, planner)
+            return
+        from vime_optim.writer import buckets
+
+        hit()
+        buckets.prepare_write_data(sys.modules[original.__module__], self, plan, planner)
+
+    return prepare_write_data
+
+
+def _diagnose_prepare(module: ModuleType, original: Any) -> Diagnosis:
+    reason = missing_parameters(original, "plan", "planner")
+    if reason:
+        return not_understood(reason)
+    source = source_of(original)
+    for needed in ("_split_by_size_and_type", "_split_by_separation_hint", "write_buckets"):
+        if needed not in source:
+            return not_understood(f"{needed} is not in its source")
+    return NEEDED
+
+
+def _writes_plain_files(writer: Any) -> bool:
+    """Not through the multi-storage client, and without extensions that transform the stream."""
+    if getattr(writer, "use_msc", False):
+        return False
+    return not getattr(getattr(writer, "transforms", None), "extensions", None)
+
+
+def _wrap_no_cached_handles(original: Any, hit: Hit) -> Any:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if getattr(self, "use_cached_data_structure", False):
+            # The worker would keep handles to tensors for later saves. They are told apart by
+            # address, and an address that was freed and given out again is another memory (F13).
+            hit()
+            self.use_cached_data_structure = False
+
+    return __init__
+
+
+def _wrap_results_queue(original: Any, hit: Hit) -> Any:
+    def get_write_results_queue(*args: Any, **kwargs: Any) -> Any:
+        from vime_optim.writer.channel import ResultChannel
+
+        return ResultChannel()
+
+    return get_write_results_queue
+
+
+def _wrap_finish(original: Any, hit: Hit) -> Any:
+    def finish(self: Any, metadata: Any, results: Any) -> None:
+        original(self, metadata, results)
+        if _writes_plain_files(self):
+            from vime_optim.writer import commit
+
+            hit()
+            commit.write_manifest(str(self.checkpoint_dir), results)
+
+    return finish
+
+
+def _wrap_finalize(original: Any, hit: Hit) -> Any:
+    def save_state_dict_async_finalize(
+        storage_writer: Any, global_metadata: Any, dist_wrapper: Any
+    ) -> None:
+        from vime_optim.writer import commit
+
+        hit()
+        commit.finalize(original, storage_writer, global_metadata, dist_wrapper)
+
+    return save_state_dict_async_finalize
+
+
+def _writer_targets(package: str, optional: bool) -> tuple[Target, ...]:
+    module = f"{package}.filesystem_async"
+    writer = "FileSystemWriterAsync"
+    return (
+        Target(
+            module,
+            f"{writer}.get_save_function_and_args",
+            _wrap_get_save_function,
+            diagnose=_diagnose_get_save_function,
+            optional=optional,
+        ),
+        Target(module, f"{writer}.finish", _wrap_finish, optional=optional),
+        # Private up to 0.16.
+        Target(module, "get_write_results_queue", _wrap_results_queue, optional=True),
+        Target(module, "_get_write_results_queue", _wrap_results_queue, optional=True),
+    )
+
+
+# Save and load: the same outcome on every rank.
+
+
+def _wrap_save(original: Any, hit: Hit) -> Any:
+    signature = inspect.signature(original)
+
+    def save(*args: Any, **kwargs: Any) -> Any:
+        directory = str(signature.bind(*args, **kwargs).arguments["checkpoint_dir"])
+        if directory.startswith("msc://"):
+            return original(*args, **kwargs)
+        from vime_optim.writer import commit
+
+        hit()
+        session = commit.open_session(directory)
+        try:
+            request = original(*args, **kwargs)
+        except BaseException:
+            commit.abandon_session(session)
+            raise
+        close = functools.partial(commit.close_session, session)
+        if request is None:
+            close()
+        else:
+            request.add_finalize_fn(close)
+        return request
+
+    return save
+
+
+def _wrap_load(original: Any, hit: Hit) -> Any:
+    signature = inspect.signature(original)
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        from vime_optim.writer import guard, loadcheck
+
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        directory = str(bound.arguments["checkpoint_dir"])
+        guard.before_update(None)  # DCP reads into the very tensors that a save may be writing
+        if not directory.startswith("msc://"):
+            hit()
+            everybody = bool(bound.arguments.get("validate_access_integrity", True))
+            alone = bound.arguments.get("process_group") is not None or not everybody
+            loadcheck.check_before_load(directory, collective=not alone)
+        return original(*args, **kwargs)
+
+    return load
+
+
+def _wrap_rank0_step(name: str) -> Wrap:
+    """A step that rank 0 takes alone: its failure is raised later, by all."""
+
+    def wrap(original: Any, hit: Hit) -> Any:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            from vime_optim.writer import commit
+
+            directory = str(signature.bind(*args, **kwargs).arguments["checkpoint_dir"])
+            session = commit.session_of(directory)
+            if session is None:
+                return original(*args, **kwargs)
+            return commit.rank0_step(session, name, functools.partial(original, *args, **kwargs))
+
+        return step
+
+    return wrap
+
+
+def _diagnose_directory(module: ModuleType, original: Any) -> Diagnosis:
+    reason = missing_parameters(original, "checkpoint_dir")
+    return not_understood(reason) if reason else NEEDED
+
+
+def _commit_targets() -> tuple[Target, ...]:
+    package = "megatron.core.dist_checkpointing"
+
+    def target(module: str, name: str, wrap: Wrap, optional: bool = False) -> Target:
+        return Target(
+            f"{package}.{module}", name, wrap, diagnose=_diagnose_directory, optional=optional
+        )
+
+    common = "strategies.common"
+    return (
+        target("serialization", "save", _wrap_save),
+        target("serialization", "load", _wrap_load),
+        target("core", "save_config", _wrap_rank0_step("metadata.json")),
+        # A method up to 0.16, a function in 0.17 and 0.18, part of the sharded state from 0.19 on.
+        target(common, "TorchCommonSaveStrategy.save_common", _wrap_rank0_step("common.pt"), True),
+        target(common, "save_common", _wrap_rank0_step("common.pt"), True),
+        target("validation", "save_integrity_manifest", _wrap_rank0_step("integrity.json"), True),
+    )
+
+
+FIXES: tuple[Fix, ...] = (
+    Fix(
+        id="writer-async",
+        faults=("F13", "F14", "F19"),
+        summary="async saves are exact at the moment asked for, and a dead writer raises",
+        targets=(
+            *_caller_targets(f"{_STRATEGIES}.async_utils", optional=False),
+            *_caller_targets(f"{_NVRX}.core", optional=True),
+            Target(
+                f"{_NVRX}.filesystem_async",
+                "FileSystemWriterAsync.__init__",
+                _wrap_no_cached_handles,
+                optional=True,
+            ),
+            *_update_targets(),
+        ),
+    ),
+    Fix(
+        id="writer-files",
+        faults=("F14",),
+        summary="files written in one pass with digests; the worker reports, it does not die",
+        targets=(
+            *_writer_targets(_STRATEGIES, optional=False),
+            Target(
+                f"{_STRATEGIES}.filesystem_async",
+                "FileSystemWriterAsync.prepare_write_data",
+                _wrap_prepare,
+                diagnose=_diagnose_prepare,
+            ),
+            *_writer_targets(_NVRX, optional=True),
+        ),
+    ),
+    Fix(
+        id="writer-commit",
+        faults=("F14",),
+        summary="a save is complete on all ranks or raises on all; a load is whole or refused",
+        targets=(
+            *_commit_targets(),
+            Target(
+                f"{_STRATEGIES}.state_dict_saver", "save_state_dict_async_finalize", _wrap_finalize
+            ),
+            Target(
+                f"{_NVRX}.state_dict_saver",
+                "save_state_dict_async_finalize",
+                _wrap_finalize,
+                optional=True,
+            ),
+        ),
+    ),
+)
