@@ -14,57 +14,11 @@ import torch
 
 from vime_optim.errors import CheckpointError
 from vime_optim.verify.capture import model_metadata, rng_state, set_rng_state
+from vime_optim.verify.files import TRACKER, iteration_dir
 from vime_optim.verify.model import Job, seed_everything
 
-TRACKER = "latest_checkpointed_iteration.txt"
-
-
-def iteration_dir(directory: Path, iteration: int) -> Path:
-    """Megatron's folder name for one iteration."""
-    return directory / f"iter_{iteration:07d}"
-
-
-def latest_iteration(directory: Path) -> int:
-    """The iteration that the tracker file names.
-
-    Raises:
-        CheckpointError: there is no tracker file, or it holds no number.
-    """
-    tracker = directory / TRACKER
-    try:
-        return int(tracker.read_text().strip())
-    except FileNotFoundError:
-        raise CheckpointError(
-            "there is no checkpoint to load",
-            where=str(directory),
-            got=f"no {TRACKER}",
-            next_step="save first: vime-optim verify --phase save --dir DIR",
-        ) from None
-    except ValueError:
-        raise CheckpointError(
-            "the tracker file names no iteration",
-            where=str(tracker),
-            got=repr(tracker.read_text()[:40]),
-            next_step="name one with --ckpt-step",
-        ) from None
-
-
-def find_checkpoint(directory: Path, step: int | None) -> int:
-    """The iteration to load: `step`, or the latest.
-
-    Raises:
-        CheckpointError: no checkpoint at all, or not of that step.
-    """
-    iteration = latest_iteration(directory) if step is None else step
-    if not (iteration_dir(directory, iteration) / "metadata.json").is_file():
-        there = sorted(path.parent.name for path in directory.glob("iter_*/metadata.json"))
-        raise CheckpointError(
-            f"there is no checkpoint of step {iteration}",
-            where=str(iteration_dir(directory, iteration)),
-            got=", ".join(there) or "no whole checkpoint at all",
-            next_step="name one of those with --ckpt-step" if there else "save one first",
-        )
-    return iteration
+class ForeignCheckpointError(CheckpointError):
+    """A checkpoint of another model; nothing was loaded."""
 
 
 def save(job: Job, directory: Path, schedule: Callable[[Any], None] | None) -> None:
@@ -203,7 +157,7 @@ def check_same_model(model_template: dict[str, Any], source: Path) -> None:
     """Every tensor of this model is in the checkpoint, with the same global shape.
 
     Raises:
-        CheckpointError: names what is missing or has another shape. Nothing was changed.
+        ForeignCheckpointError: names what is missing or has another shape. Nothing was changed.
     """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -223,7 +177,7 @@ def check_same_model(model_template: dict[str, Any], source: Path) -> None:
                 shape, expected = tuple(there.global_shape), tuple(tensor.global_shape)
                 wrong.append(f"{tensor.key}: {shape} there, {expected} here")
     if wrong:
-        raise CheckpointError(
+        raise ForeignCheckpointError(
             "the checkpoint is of another model",
             where=str(source),
             got=f"{len(wrong)} tensors do not fit, such as " + "; ".join(sorted(set(wrong))[:3]),

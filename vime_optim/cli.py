@@ -1,0 +1,110 @@
+"""The command line: argument parsing and printing only. Each command's code is loaded when asked for."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from vime_optim import __version__
+from vime_optim.errors import VimeOptimError
+
+Run = Callable[[argparse.Namespace], int]
+
+_DESCRIPTION = "Exact resume for Megatron's distributed optimizer."
+
+#: Command name and one-line help, in the order of `--help`.
+COMMANDS = {
+    "verify": "train, save, load in fresh processes, and compare every bit",
+    "plan": "estimate what a save or load costs, without running one",
+    "inspect": "what a checkpoint holds",
+    "diff": "compare two checkpoints",
+    "repair": "mend a checkpoint that a broken tree wrote",
+    "export": "write a checkpoint's weights as safetensors",
+    "import": "make a checkpoint from safetensors",
+    "status": "install the fixes here and show what each one found",
+}
+_CHECKPOINT_COMMANDS = ("inspect", "diff", "repair", "export", "import")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; 0 fine, 1 a check failed, 2 it could not be run."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    command = next((word for word in given if not word.startswith("-")), None)
+    parser, runners = build_parser(command)
+    args = parser.parse_args(given)
+    if args.command is None:
+        parser.print_help()
+        return 2
+    try:
+        return runners[args.command](args)
+    except VimeOptimError as error:
+        print(f"vime-optim {args.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def build_parser(command: str | None) -> tuple[argparse.ArgumentParser, dict[str, Run]]:
+    """The parser with the arguments of `command` alone (None: of no command), and the runners."""
+    parser = argparse.ArgumentParser(prog="vime-optim", description=_DESCRIPTION)
+    parser.add_argument("--version", action="version", version=f"vime-optim {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
+    runners: dict[str, Run] = {}
+    if command in _CHECKPOINT_COMMANDS:
+        from vime_optim.checkpoint import cli as checkpoint_cli
+
+        checkpoint_cli.add_arguments(subparsers)
+        runners.update(dict.fromkeys(_CHECKPOINT_COMMANDS, checkpoint_cli.run))
+    for name, text in COMMANDS.items():
+        if name in subparsers.choices:
+            continue
+        subparser = subparsers.add_parser(name, help=text, description=text)
+        if name == command and name in _OWN_COMMANDS:
+            runners[name] = _OWN_COMMANDS[name](subparser)
+    return parser, runners
+
+
+def _verify(parser: argparse.ArgumentParser) -> Run:
+    from vime_optim.verify.command import add_verify_arguments, run_verify
+
+    add_verify_arguments(parser)
+    return run_verify
+
+
+def _plan(parser: argparse.ArgumentParser) -> Run:
+    from vime_optim.reshard.estimate_cli import add_plan_arguments, run_plan
+
+    add_plan_arguments(parser)
+    return run_plan
+
+
+def _status(parser: argparse.ArgumentParser) -> Run:
+    parser.add_argument("--json", action="store_true", help="as one JSON object")
+    parser.add_argument("--megatron", help="path or release (default: the installed one)")
+    return _run_status
+
+
+def _run_status(args: argparse.Namespace) -> int:
+    import json
+
+    import vime_optim
+
+    if args.megatron is not None:
+        from vime_optim.megatron_source import resolve
+
+        sys.path.insert(0, str(resolve(args.megatron)))
+    report = vime_optim.install()
+    print(json.dumps(report.to_dict(), indent=2, default=str) if args.json else report)
+    return 0
+
+
+_OWN_COMMANDS: dict[str, Callable[[argparse.ArgumentParser], Run]] = {
+    "verify": _verify,
+    "plan": _plan,
+    "status": _status,
+}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
