@@ -63,17 +63,24 @@ LEDGER = Ledger()
 
 def overrides_dispatch(cls: type) -> bool:
     """True for tensor subclasses with operators of their own: DTensor, FakeTensor, quantized..."""
+    if cls is torch.Tensor or cls is torch.nn.Parameter:
+        return False
     return getattr(cls, "__torch_dispatch__", None) is not torch.Tensor.__torch_dispatch__
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """The CPU storage behind a plain strided tensor; None for meta, fake, sparse and DTensor."""
+    with torch._C.DisableTorchFunction():
+        return raw_storage_of(tensor)
+
+
+def raw_storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """storage_of, for callers in which torch functions are disabled already."""
     if overrides_dispatch(type(tensor)):
         return None
-    with torch._C.DisableTorchFunction():
-        if tensor.layout != torch.strided or tensor.device.type != "cpu":
-            return None
-        return tensor.untyped_storage()
+    if tensor.layout is not torch.strided or not tensor.is_cpu:
+        return None
+    return tensor.untyped_storage()
 
 
 def storage_memory(storage: torch.UntypedStorage | None) -> Memory:

@@ -23,6 +23,7 @@ from vime_optim.simulate.memory import (
     is_device_tensor,
     memory_of,
     overrides_dispatch,
+    raw_storage_of,
     set_memory,
     set_storage_memory,
     storage_memory,
@@ -348,22 +349,25 @@ class Inheritance(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         if func.namespace in _NAMESPACES_LEFT_ALONE:
             return result
-        inputs = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
-        storages = [storage_of(tensor) for tensor in inputs]
+        with torch._C.DisableTorchFunction():
+            self._inherit(func, [*_tensors(args), *_tensors(tuple(kwargs.values()))], result)
+        return result
+
+    def _inherit(self, func: Any, inputs: list[torch.Tensor], result: Any) -> None:
+        storages = [raw_storage_of(tensor) for tensor in inputs]
         on_device = [storage_memory(storage) == "device" for storage in storages]
         if not any(on_device):
-            return result
+            return
         if not all(on_device) and func.overloadpacket.__name__ not in _MIXING:
             self._check_mix(func, inputs, on_device)
         for tensor in _tensors(result):
-            storage = storage_of(tensor)
+            storage = raw_storage_of(tensor)
             if storage is not None and not any(storage is held for held in storages):
                 set_storage_memory(storage, "device")
-        return result
 
     def _check_mix(self, func: Any, inputs: list[torch.Tensor], on_device: list[bool]) -> None:
         for tensor, device in zip(inputs, on_device, strict=True):
-            if not device and tensor.dim() > 0 and storage_of(tensor) is not None:
+            if not device and tensor.dim() > 0 and raw_storage_of(tensor) is not None:
                 raise RuntimeError(
                     "Expected all tensors to be on the same device, but found at least two "
                     f"devices, cuda:0 and cpu! (when calling {func})"
