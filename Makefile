@@ -1,0 +1,58 @@
+# Everything runs in .venv, which the first command makes; nothing is installed anywhere else.
+SHELL := /bin/bash
+PYTHON ?= python3
+PY := .venv/bin/python
+TORCH ?= torch==2.13.0
+CACHE := .build/megatron
+RELEASES := 0.15.3 0.16.1 0.17.1 0.18.2 0.19.2
+
+export VIME_OPTIM_CACHE_DIR := $(CURDIR)/$(CACHE)
+export OMP_NUM_THREADS := 1
+
+.PHONY: demo test lint matrix docs bench clean setup megatron
+
+# The main job: train with PAO and CPU offload, save, resume in fresh ranks, compare every bit;
+# then the same job on the untouched megatron-core, which must fail.
+demo: .venv/.setup
+	$(PY) -m vime_optim.verify.demo
+
+test: .venv/.setup megatron
+	$(PY) -m pytest -m "not matrix and not gpu" $(ARGS)
+
+# The whole resume matrix: hours on two cores. ARGS="-k 0.16.1" runs a part of it.
+matrix: .venv/.setup megatron
+	$(PY) -m pytest -m matrix tests/test_resume_matrix.py $(ARGS)
+
+lint: .venv/.lint
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+docs: .venv/.docs
+	.venv/bin/mkdocs build --strict
+
+bench: .venv/.bench
+	$(PY) -m benchmarks $(ARGS)
+
+setup: .venv/.setup
+
+megatron: $(RELEASES:%=$(CACHE)/%/.fetched)
+
+$(CACHE)/%/.fetched: | .venv/.setup
+	$(PY) -c 'from vime_optim.megatron_source import fetch; print(fetch("$*"))'
+	touch $@
+
+.venv/.python:
+	$(PYTHON) -m venv .venv
+	touch $@
+
+.venv/.setup: pyproject.toml .venv/.python
+	.venv/bin/pip install --quiet --disable-pip-version-check $(TORCH) -e '.[test]'
+	touch $@
+
+.venv/.lint .venv/.docs .venv/.bench: .venv/.%: .venv/.setup
+	.venv/bin/pip install --quiet --disable-pip-version-check -e '.[$*]'
+	touch $@
+
+clean:
+	rm -rf .build .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis site *.egg-info
