@@ -1,4 +1,4 @@
-"""The command line: argument parsing and printing only. Each command's code is loaded when asked for."""
+"""The command line: argument parsing and printing only; commands are loaded when asked for."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class ParameterState:
     state's own tensors, `tensors` those of them that are moments.
     """
 
-    model_parameter: torch.Tensor
+    model_parameter: Any  # a tensor with Megatron's `main_grad`
     start: int
     end: int
     master: torch.Tensor
@@ -53,15 +53,15 @@ def capture(job: Job, path: Path) -> dict[str, Any]:
     All tensors are copied to the CPU as they are: same dtype, same bits.
     """
     states = list(parameter_states(job.optimizer))
+    memory = memory_use(states)
     record = {
         "pieces": list(_pieces(job, states)),
         "scalars": _job_scalars(job),
         "rng": rng_state(),
-        "memory": memory_use(states),
+        "memory": memory,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(record, path)
-    memory: dict[str, Any] = record["memory"]
     return memory
 
 
@@ -133,13 +133,16 @@ def _group_of(optimizer: Any, parameter: torch.Tensor) -> dict[str, Any] | None:
 
 def _master(owner: Any, leaf: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
     """The fp32 master of a part, wherever this optimizer keeps it; bf16 when it has none yet."""
-    stored = state.get("master_param")
+    stored: torch.Tensor | None = state.get("master_param")
     if stored is None or stored is leaf:
         return leaf.detach()
     if stored.dtype == torch.int16:
         return from_remainder(leaf.detach(), stored)
     scale = getattr(owner, "_scales", {}).get(leaf, {}).get("master_param")
-    return stored if scale is None else stored.float() * scale
+    if scale is None:
+        return stored
+    decoded: torch.Tensor = stored.float() * scale
+    return decoded
 
 
 def from_remainder(bf16: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:

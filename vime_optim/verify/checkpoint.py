@@ -17,6 +17,7 @@ from vime_optim.verify.capture import model_metadata, rng_state, set_rng_state
 from vime_optim.verify.files import TRACKER, iteration_dir
 from vime_optim.verify.model import Job, seed_everything
 
+
 class ForeignCheckpointError(CheckpointError):
     """A checkpoint of another model; nothing was loaded."""
 

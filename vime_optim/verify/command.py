@@ -252,7 +252,9 @@ def _details(outcome: Outcome) -> list[str]:
     left = len(outcome.differences) - len(lines)
     lines += [f"  ... and {left} more (--json lists them all)"] * (left > 0)
     if outcome.error is not None:
-        lines.append(f"  {outcome.failed_in}: {outcome.error_type}: {outcome.error.splitlines()[0]}")
+        lines.append(
+            f"  {outcome.failed_in}: {outcome.error_type}: {outcome.error.splitlines()[0]}"
+        )
         frames = [line for line in (outcome.traceback or "").splitlines() if "File " in line]
         lines += frames[-1:]
     memory: dict[str, Any] = outcome.facts.get("memory", {})

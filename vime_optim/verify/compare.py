@@ -37,7 +37,7 @@ class Difference:
 
 @dataclass
 class State:
-    """A whole training state by (kind, name). `conflicts`: replicas that disagree with each other."""
+    """A whole training state by (kind, name). `conflicts`: replicas that disagree."""
 
     tensors: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
     values: dict[tuple[str, str], Any] = field(default_factory=dict)

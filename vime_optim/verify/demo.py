@@ -1,4 +1,4 @@
-"""What `make demo` runs: the job with the fixes, then the same job on the untouched megatron-core."""
+"""What `make demo` runs: the job with the fixes, then the same job on the stock megatron-core."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from vime_optim.verify.command import DEFAULT_RELEASE, add_verify_arguments, run
 DIRECTORY = Path(".build/demo")
 
 _INTRODUCTION = f"""\
-A small Qwen3-shaped GPT, megatron-core {DEFAULT_RELEASE}, two data-parallel ranks on a simulated device,
-precision-aware optimizer and HybridDeviceOptimizer (--optimizer-cpu-offload).
-3 steps, save, fresh processes, load, 2 more steps; every bit is compared with 5 uninterrupted steps.
+A small Qwen3-shaped GPT, megatron-core {DEFAULT_RELEASE}, two data-parallel ranks on a
+simulated device, precision-aware optimizer and HybridDeviceOptimizer (--optimizer-cpu-offload).
+3 steps, save, fresh processes, load, 2 more steps; every bit is compared with 5 steps in one go.
 """
 
 
@@ -20,9 +20,15 @@ def main() -> int:
     print(_INTRODUCTION)
     print("1. With vime_optim.install():\n", flush=True)
     fixed = _verify("fixed")
-    print("\n2. The same job on the untouched megatron-core (this one is expected to fail):\n", flush=True)
+    print(
+        "\n2. The same job on the untouched megatron-core (this one is expected to fail):\n",
+        flush=True,
+    )
     stock = _verify("stock", "--stock")
-    print("\n3. And in Megatron's default format, where nothing fails and the run is wrong:\n", flush=True)
+    print(
+        "\n3. And in Megatron's default format, where nothing fails and the run is wrong:\n",
+        flush=True,
+    )
     silent = _verify("silent", "--stock", "--sharding", "dp_reshardable")
     print()
     if fixed == 0 and stock == 1 and silent == 1:

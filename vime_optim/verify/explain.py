@@ -18,8 +18,8 @@ _ERRORS = (
 )
 
 _TEXTS = {
-    "F1": "torch Adam's 0-dim `step` lies among the bucket tensors, and the save's shape check fails",
-    "F2": "`step` went into the common state as a list of rank 0's length, which other ranks cannot use",
+    "F1": "torch Adam's 0-dim `step` lies among the bucket tensors and fails a shape check",
+    "F2": "`step` went into the common state as a list of rank 0's length, no use to others",
     "F3": "the load puts the template's step back over the restored one; bias correction is wrong",
     "F4": "FusedAdam's step stays frozen at the checkpoint's",
     "F5": "the load looks native fp32 parameters up among fp32 copies that they do not have",
@@ -29,14 +29,14 @@ _TEXTS = {
     "F9": "optimizer classes are in common.pt, which torch refuses to load with weights_only",
     "F16": "the default sharding type is one that no release can save any more",
     "F22": "a bucket without parameters on one rank cannot be saved",
-    "shifted": "several padded buckets: fully_reshardable cuts parameters at padded offsets out of an"
-    " unpadded tensor, so what it stores is shifted",
+    "shifted": "with several padded buckets fully_reshardable cuts parameters at padded offsets"
+    " out of an unpadded tensor, so what it stores is shifted",
     "F12": "the optimizer keeps its own copies of the weights and never takes the loaded ones",
 }
 
 
 def explain(outcome: Outcome) -> list[str]:
-    """Lines such as "F9: optimizer classes are in common.pt, ...", most likely first; may be empty."""
+    """Lines such as "F9: optimizer classes are in common.pt, ..."; may be empty."""
     return [f"{fault}: {_TEXTS[fault]}" for fault in faults(outcome)]
 
 
@@ -45,9 +45,7 @@ def faults(outcome: Outcome) -> list[str]:
     if outcome.error is not None:
         text = f"{outcome.error}\n{outcome.traceback or ''}"
         return [
-            fault
-            for fault, kind, part in _ERRORS
-            if kind == outcome.error_type and part in text
+            fault for fault, kind, part in _ERRORS if kind == outcome.error_type and part in text
         ]
     kinds = {stage.name: set(stage.kinds) for stage in outcome.stages}
     loaded, resumed = kinds.get("loaded", set()), kinds.get("resumed", set())

@@ -1,7 +1,7 @@
 """Megatron's layout of a checkpoint directory.
 
-    DIR/iter_0000003/                         one checkpoint
-    DIR/latest_checkpointed_iteration.txt     the newest one that is whole
+DIR/iter_0000003/                         one checkpoint
+DIR/latest_checkpointed_iteration.txt     the newest one that is whole
 """
 
 from __future__ import annotations

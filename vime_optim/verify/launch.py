@@ -1,7 +1,7 @@
 """Starts the ranks of verify jobs and collects their results.
 
     with open_launcher("0.16.1") as launcher:
-        results = launcher.run("vime_optim.verify.job:save", world_size=2, payload={...}, out=folder)
+        launcher.run("vime_optim.verify.job:save", world_size=2, payload={...}, out=folder)
 
 To try cases by hand, many in one template process, one line each::
 
@@ -26,13 +26,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
 from vime_optim.errors import VerifyError
 from vime_optim.megatron_source import resolve
+from vime_optim.simulate import bootstrap_env
 
 START_TIMEOUT_S = 300.0
 LAUNCH_TIMEOUT_S = 240.0
@@ -131,7 +131,7 @@ class ForkLauncher(_Closing):
                 stdout=log,
                 stderr=log,
                 pass_fds=(write_fd,),
-                env=rank_environment(tree, "cpu", self._home),
+                env=rank_environment(tree, "cpu"),
                 text=True,
             )
         os.close(write_fd)
@@ -214,7 +214,6 @@ class ProcessLauncher(_Closing):
     def __init__(self, tree: Path, device: str) -> None:
         self._tree = tree
         self._device = device
-        self._home = Path(tempfile.mkdtemp(prefix="vime-verify-"))
 
     def __enter__(self) -> ProcessLauncher:
         return self
@@ -230,7 +229,7 @@ class ProcessLauncher(_Closing):
     ) -> list[Any]:
         request = _request(target, world_size, payload, out, timeout_s, self._device, self._tree)
         (out / "request.json").write_text(json.dumps(request))
-        environment = rank_environment(self._tree, self._device, self._home)
+        environment = rank_environment(self._tree, self._device)
         processes = [self._start(out, rank, environment) for rank in range(world_size)]
         try:
             failed, timed_out = _wait_processes(processes, time.monotonic() + timeout_s)
@@ -254,10 +253,10 @@ class ProcessLauncher(_Closing):
             )
 
     def close(self) -> None:
-        shutil.rmtree(self._home, ignore_errors=True)
+        """Nothing is left between launches."""
 
 
-def rank_environment(tree: Path, device: str, home: Path) -> dict[str, str]:
+def rank_environment(tree: Path, device: str) -> dict[str, str]:
     """The environment of every rank: the asked megatron-core first, one thread, loopback only."""
     package_root = str(Path(__file__).resolve().parents[2])
     environment = dict(os.environ)
@@ -270,11 +269,7 @@ def rank_environment(tree: Path, device: str, home: Path) -> dict[str, str]:
     )
     if device == "cpu":
         environment.update(GLOO_SOCKET_IFNAME="lo", TORCHDYNAMO_DISABLE="1")
-        from vime_optim import simulate
-
-        bootstrap_env = getattr(simulate, "bootstrap_env", None)
-        if bootstrap_env is not None:
-            environment = bootstrap_env(environment)
+        environment = bootstrap_env(environment)
     return environment
 
 
@@ -355,7 +350,3 @@ def _kill_session(process: subprocess.Popen[bytes]) -> None:
 def _last_frame(trace: str) -> str | None:
     frames = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
     return frames[-1] if frames else None
-
-
-#: Signature of a launch target, for readers of job.py.
-Target = Callable[[dict[str, Any]], Any]

@@ -87,8 +87,11 @@ def seed_everything(seed: int) -> None:
 
 def _build_model(case: Case, layout: Layout, device: torch.device) -> Any:
     from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.module import Float16Module
 

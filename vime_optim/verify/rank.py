@@ -127,8 +127,8 @@ def _init_process_group(request: dict[str, Any], rank: int) -> None:
     if request["device"] == "cuda":
         torch.cuda.set_device(rank)
         backend = "cpu:gloo,cuda:nccl"
-    store = dist.FileStore(f"{request['out']}/rendezvous", world_size)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    rendezvous = f"file://{request['out']}/rendezvous"
+    dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=world_size)
 
 
 def main() -> None:

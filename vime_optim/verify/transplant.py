@@ -97,4 +97,4 @@ def _saved_rank(job: Job) -> int:
     tensor = parallel_state.get_tensor_model_parallel_rank()
     pipeline = parallel_state.get_pipeline_model_parallel_rank()
     layout = job.case.layout
-    return tensor + layout.tp * layout.dp * pipeline
+    return int(tensor + layout.tp * layout.dp * pipeline)
