@@ -35,6 +35,21 @@ def rank() -> int:
     return torch.distributed.get_rank()
 
 
+_installation: Any = None
+
+
+def install_writer_fixes() -> Any:
+    """The fixes of this family alone: what fails here is theirs."""
+    global _installation
+    if _installation is None:
+        from vime_optim.fixes import writer
+        from vime_optim.registry import Installation
+
+        _installation = Installation(writer.FIXES, (), strict=True)
+        _installation.apply()
+    return _installation
+
+
 class Trainer:
     """A training loop's state: model, optimizer, queue of async saves."""
 
@@ -47,14 +62,11 @@ class Trainer:
         hybrid: bool = True,
         install: bool = True,
         sharding: str = "dp_reshardable",
-        **settings: Any,
     ) -> None:
         from megatron.core import parallel_state
 
         if install:
-            import vime_optim
-
-            vime_optim.install(sharding="off", **settings)
+            install_writer_fixes()
         if not parallel_state.model_parallel_is_initialized():
             parallel_state.initialize_model_parallel()
         self.strategy = strategy
@@ -212,51 +224,91 @@ def stopped(process: Any, seconds: float) -> Any:
 # Scenarios.
 
 
-def exact(
-    root: str,
+def exact(root: str, cases: list[dict[str, Any]], install: bool = True) -> list[dict[str, Any]]:
+    """Several cases of `_exact_case` in one launch."""
+    outcomes = []
+    for number, case in enumerate(cases):
+        folder = Path(root) / f"case{number}"
+        outcomes.append({"case": case, **_exact_case(folder, install, **case)})
+    return outcomes
+
+
+def _exact_case(
+    root: Path,
+    install: bool,
     persistent: bool = True,
     strategy: str = "mcore",
     mode: str = "guard",
-    install: bool = True,
     numel: int = 4096,
     rounds: int = 2,
     stop_s: float = 0.6,
     stage_bytes: int = 1 << 30,
+    sharding: str = "dp_reshardable",
+    shared: bool = False,
 ) -> dict[str, Any]:
-    """Save, take a step while the writer is stopped, compare; several times, storages moved
-    between."""
-    options = {"async_mode": mode, "stage_bytes": stage_bytes} if install else {}
-    trainer = Trainer(numel, persistent=persistent, strategy=strategy, install=install, **options)
+    """Save, step while the writer is stopped, compare; several times, storages moved between."""
+    trainer = Trainer(
+        numel, persistent=persistent, strategy=strategy, install=install, sharding=sharding
+    )
+    before = _use(mode, stage_bytes) if install else {}
     trainer.step()
     torn: list[list[str]] = []
     steps_s = []
+    held_bytes = []
     for _ in range(rounds):
+        if shared:
+            _move_storages(trainer, lambda value: value.clone().share_memory_())
         directory, expected = trainer.save(root)
-        with stopped(trainer.worker(), stop_s):
+        worker = trainer.worker()
+        with stopped(worker, stop_s):
             steps_s.append(trainer.step())
             trainer.step()
         trainer.finalize()
         torn.append(check(directory, expected))
-        _move_storages(trainer)
+        held_bytes.append(shared_bytes_mapped_by(worker) if persistent else 0)
+        _move_storages(trainer, torch.Tensor.clone)
         trainer.step()
-    result = {"torn": torn, "steps_s": steps_s, "keys": len(expected)}
+    outcome: dict[str, Any] = {"torn": torn, "steps_s": steps_s, "held_bytes": held_bytes}
     if install:
-        import vime_optim
-
-        report = vime_optim.status()
-        result["counters"] = report.counters
-        result["hits"] = report.hits
+        outcome["waits"] = _counters().get("async save waits", 0) - before.get(
+            "async save waits", 0
+        )
+        outcome["manifest"] = (directory / "vime_optim_manifest.json").is_file()
     trainer.close()
-    return result
+    return outcome
 
 
-def _move_storages(trainer: Trainer) -> None:
+def _use(mode: str, stage_bytes: int) -> dict[str, int]:
+    from vime_optim import settings
+
+    values = dataclasses.replace(settings.current(), async_mode=mode, stage_bytes=stage_bytes)
+    settings.activate(values)
+    return _counters()
+
+
+def _counters() -> dict[str, int]:
+    from vime_optim import installer
+
+    return dict(installer.counters)
+
+
+def shared_bytes_mapped_by(process: Any) -> int:
+    """Shared memory of torch that a worker still maps."""
+    total = 0
+    for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+        if "/dev/shm/torch_" in line or "/torch_" in line:
+            start, end = line.split()[0].split("-")
+            total += int(end, 16) - int(start, 16)
+    return total
+
+
+def _move_storages(trainer: Trainer, move: Any) -> None:
     """As colocated RL does: the state leaves and comes back in other memory."""
     for optimizer in _torch_optimizers(trainer.optimizer):
         for state in optimizer.state.values():
             for key, value in list(state.items()):
                 if isinstance(value, torch.Tensor):
-                    state[key] = value.clone()
+                    state[key] = move(value)
 
 
 def _torch_optimizers(optimizer: Any) -> list[Any]:
