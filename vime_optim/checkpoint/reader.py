@@ -217,7 +217,7 @@ class Checkpoint:
                 where=where,
                 got=f"{location.length_bytes} bytes",
             )
-        loaded = load_common(window.read(), where=where)
+        loaded = load_common(window.read(), where=where, keep_unknown_classes=True)
         return loaded[0] if isinstance(loaded, list) and len(loaded) == 1 else loaded
 
     def common_state(self) -> dict[Any, Any]:
@@ -225,7 +225,9 @@ class Checkpoint:
         if self._common is None:
             data = self._read_small("common.pt", 256 * CONFIG_LIMIT_BYTES)
             if data is not None:
-                self._common = load_common(data, where=str(self.path / "common.pt"))
+                self._common = load_common(
+                    data, where=str(self.path / "common.pt"), keep_unknown_classes=True
+                )
             elif COMMON_STATE_KEY in self.objects:
                 self._common = self.read_object(COMMON_STATE_KEY)
             else:

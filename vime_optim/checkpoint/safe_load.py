@@ -18,7 +18,7 @@ import signal
 import threading
 import types
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -26,6 +26,8 @@ from typing import IO, Any
 import torch
 
 from vime_optim.checkpoint.inert import (
+    Inert,
+    InertMeta,
     NamePickler,
     NumpyArray,
     NumpyDtype,
@@ -38,6 +40,7 @@ from vime_optim.errors import CheckpointError
 DEFAULT_LIMIT_BYTES = 256 * 1024 * 1024
 """Largest common state or sharded object that is read; real ones hold a few megabytes at most."""
 
+_NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
 _DIRECTORY_LIMIT_BYTES = 4 * 1024 * 1024
 
 OPTIMIZER_CLASSES = (
@@ -195,6 +198,7 @@ def load_common(
     *,
     where: str | None = None,
     limit_bytes: int = DEFAULT_LIMIT_BYTES,
+    keep_unknown_classes: bool = False,
 ) -> Any:
     """Loads a common state (common.pt) or the bytes of a sharded object, executing nothing.
 
@@ -205,6 +209,8 @@ def load_common(
         source: the file, or its bytes.
         where: name for error messages; the path when left out.
         limit_bytes: largest file that is read.
+        keep_unknown_classes: a *class* of an unknown name comes back as a stand-in too (a fork's
+            optimizer in F9); instances of one are refused all the same.
 
     Raises:
         CheckpointError: missing, truncated, not a torch.save archive, oversized, or holding a name
@@ -215,10 +221,15 @@ def load_common(
     try:
         with open_archive(io.BytesIO(data)) as archive:
             names = set(pickle_globals(read_data_pickle(archive, len(data), limit_bytes)))
-        _refuse_unknown(names, label)
-        with _only_our_globals():
+        unknown = names - _ALLOWED_NAMES
+        if not keep_unknown_classes:
+            _refuse_unknown(unknown, label)
+        with _only_our_globals([(inert_class(name), name) for name in sorted(unknown)]):
             loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        return _finish(loaded, {})
+        finished = _finish(loaded, {})
+        made = {_inert_name(item) for _, _, item, _ in walk([finished])}
+        _refuse_unknown(unknown & made, label)
+        return finished
     except CheckpointError:
         raise
     except MemoryError:
@@ -238,7 +249,7 @@ _globals_lock = threading.Lock()
 
 
 @contextmanager
-def _only_our_globals() -> Iterator[None]:
+def _only_our_globals(more: list[tuple[Any, str]]) -> Iterator[None]:
     """torch's allowlist holds ours alone for the call, and what it held before afterwards.
 
     Megatron registers its real classes under the same names; with both in torch's set, which of
@@ -247,7 +258,7 @@ def _only_our_globals() -> Iterator[None]:
     with _globals_lock:
         before = torch.serialization.get_safe_globals()
         torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals(_ALLOWED)  # type: ignore[arg-type]
+        torch.serialization.add_safe_globals(_ALLOWED + more)  # type: ignore[arg-type]
         try:
             yield
         finally:
@@ -276,8 +287,13 @@ def _read_file(path: Path, label: str, limit_bytes: int) -> bytes:
         ) from error
 
 
+def _inert_name(item: object) -> str:
+    kind: InertMeta | type = type(item)
+    return kind.dotted_name if isinstance(kind, InertMeta) else ""
+
+
 def _refuse_unknown(names: set[str], label: str) -> None:
-    unknown = sorted(names - _ALLOWED_NAMES)
+    unknown = sorted(names)
     if unknown:
         raise CheckpointError(
             "This file asks to import names that no Megatron checkpoint needs; nothing was run.",
@@ -306,7 +322,7 @@ def _finish(value: Any, done: dict[int, Any]) -> Any:
             value[key] = _finish(value[key], done)
     elif isinstance(value, list):
         value[:] = [_finish(item, done) for item in value]
-    elif isinstance(value, argparse.Namespace | types.SimpleNamespace):
+    elif isinstance(value, _NAMESPACES):
         for key in vars(value):
             setattr(value, key, _finish(getattr(value, key), done))
     return result
@@ -326,23 +342,31 @@ def strip_classes(value: Any, path: str = "") -> list[str]:
 
 
 def walk(value: Any, path: str = "") -> list[tuple[Any, Any, Any, str]]:
-    """(parent, key, item, dotted path) of everything in nested dicts, lists and tuples.
+    """(parent, key, item, dotted path) of everything in nested containers and namespaces.
 
     Shared and cyclic containers are entered once.
     """
     found: list[tuple[Any, Any, Any, str]] = []
     seen: set[int] = set()
-    stack = [(value, path)]
+    stack: list[tuple[Any, str]] = [(value, path)]
     while stack:
         parent, prefix = stack.pop()
         if id(parent) in seen:
             continue
         seen.add(id(parent))
-        items = parent.items() if isinstance(parent, dict) else enumerate(parent)
+        items: Iterable[tuple[Any, Any]]
+        if isinstance(parent, dict):
+            items = parent.items()
+        elif isinstance(parent, _NAMESPACES):
+            items = vars(parent).items()
+        elif isinstance(parent, Inert):
+            items = enumerate((*parent.args, parent.state))
+        else:
+            items = enumerate(parent)
         for key, item in items:
             dotted = f"{prefix}.{key}" if prefix else str(key)
             found.append((parent, key, item, dotted))
-            if isinstance(item, dict | list | tuple):
+            if isinstance(item, (dict, list, tuple, set, frozenset, Inert, *_NAMESPACES)):
                 stack.append((item, dotted))
     return found
 
