@@ -85,6 +85,13 @@ def test_parameters_of_experts():
     assert found[1].name == "decoder.layers.0.mlp.experts.local_experts.0.linear_fc2.weight"
     assert found[1].targets[0].key == "decoder.layers.0.mlp.experts.experts.linear_fc2.weight"
     assert found[1].global_shape == (4, 24, 10)
+    # The local spec renames the norm before the experts in the checkpoint; the TE spec does not.
+    for shape, key in (
+        (local, "decoder.layers.0.mlp.linear_fc1.layer_norm_weight"),
+        (TINY_MOE, "decoder.layers.pre_mlp_layernorm.weight"),
+    ):
+        norms = {p.name: p.targets[0].key for p in model_params(shape, split)}
+        assert norms["decoder.layers.0.pre_mlp_layernorm.weight"] == key
     # Megatron keeps experts in the dense buffers where EP is 1.
     assert not any(p.is_expert for p in model_params(TINY_MOE, ModelSplit()))
 

@@ -212,13 +212,16 @@ class _Builder:
         if s.qk_norm:
             yield one("self_attention.q_layernorm.weight", (s.head_dim,))
             yield one("self_attention.k_layernorm.weight", (s.head_dim,))
+        # The local spec stores this norm under the fused one's key, also before experts.
+        mlp_norm = "mlp.linear_fc1.layer_norm_weight"
         if s.experts:
-            yield one("pre_mlp_layernorm.weight", (s.hidden,))
+            norm = "pre_mlp_layernorm.weight"
+            yield one(norm if s.fused_norms else mlp_norm, (s.hidden,), name=norm)
             yield one("mlp.router.weight", (s.experts, s.hidden))
             yield from self.experts(name, layer)
             return
         norm_name = None if s.fused_norms else "pre_mlp_layernorm.weight"
-        yield one("mlp.linear_fc1.layer_norm_weight", (s.hidden,), name=norm_name)
+        yield one(mlp_norm, (s.hidden,), name=norm_name)
         yield one("mlp.linear_fc1.weight", (2 * s.ffn, s.hidden), 0, gated=True)
         yield one("mlp.linear_fc2.weight", (s.hidden, s.ffn), 1)
 
