@@ -96,6 +96,8 @@ def _build_model(case: Case, layout: Layout, device: torch.device) -> Any:
     from megatron.core.transformer.module import Float16Module
 
     config = _transformer_config(case, layout)
+    if case.moe != "none":
+        _allow_moe_without_te()
     gpt = GPTModel(
         config=config,
         transformer_layer_spec=_layer_spec(case),
@@ -181,6 +183,14 @@ def _layer_spec(case: Case) -> Any:
         qk_layernorm=True,
         normalization="RMSNorm",
     )
+
+
+def _allow_moe_without_te() -> None:
+    """megatron-core 0.16 and 0.17 read this name in their router, and define it only with TE."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
 
 
 def _keep_one_norm_in_fp32(gpt: Any) -> None:

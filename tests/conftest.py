@@ -1,0 +1,72 @@
+"""Fixtures for the whole suite: megatron-core releases and one fork server for each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from vime_optim.megatron_source import RELEASES, fetch
+from vime_optim.verify.case import Case
+from vime_optim.verify.launch import ForkLauncher
+from vime_optim.verify.runner import Outcome, run_case
+
+#: Template processes kept alive at once; each holds an imported torch and megatron-core.
+MAX_LAUNCHERS = 2
+
+
+@pytest.fixture(scope="session")
+def megatron_tree() -> Callable[[str], Path]:
+    """The unpacked wheel of a release, fetched with pip on first use."""
+    return fetch
+
+
+class LauncherPool:
+    """Fork servers by release, the least recently used one closed when there are too many."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, ForkLauncher] = {}
+
+    def get(self, release: str) -> ForkLauncher:
+        launcher = self._open.pop(release, None) or ForkLauncher(fetch(release))
+        self._open[release] = launcher
+        while len(self._open) > MAX_LAUNCHERS:
+            self._open.pop(next(iter(self._open))).close()
+        return launcher
+
+    def close(self) -> None:
+        for launcher in self._open.values():
+            launcher.close()
+
+
+@pytest.fixture(scope="session")
+def launchers() -> Iterator[LauncherPool]:
+    pool = LauncherPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def run(launchers: LauncherPool, tmp_path: Path) -> Callable[[Case], Outcome]:
+    """Run a case (or its compact spelling) on its release's launcher."""
+
+    def run_on_launcher(case: Case | str) -> Outcome:
+        case = Case.parse(case) if isinstance(case, str) else case
+        folder = tmp_path / re.sub(r"[^\w.=-]+", "_", case.name)[:100]
+        return run_case(launchers.get(case.megatron), case, folder)
+
+    return run_on_launcher
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep tests of one release together, so that each template starts once."""
+
+    def release_of(item: pytest.Item) -> int:
+        for index, release in enumerate(RELEASES):
+            if release in item.name:
+                return index
+        return -1
+
+    items.sort(key=release_of)

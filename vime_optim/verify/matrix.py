@@ -1,0 +1,131 @@
+"""The resume matrix: which cases must be exact with vime_optim.install().
+
+`SPREAD` is what CI runs, in minutes: every release, optimizer, format and kind of layout change at
+least once. `FULL` is all of it (`make matrix`), from which docs take the support table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from vime_optim.megatron_source import RELEASES
+from vime_optim.verify.case import Case
+
+#: Every optimizer of the matrix, in the words of a case.
+BACKENDS = (
+    "hybrid,pao,f=1",
+    "hybrid,pao,f=0.5",
+    "hybrid,pao,f=0.25",
+    "hybrid,nopao,f=1",
+    "hybrid,nopao,f=0.5",
+    "hybrid,nopao,f=0.25",
+    "fused,pao",
+    "fused,pao,norem",
+    "fused,pao,m=bf16,v=bf16",
+    "fused,pao,m=fp16,v=fp16",
+    "fused,nopao",
+    "torch",
+)
+
+#: Layouts that keep the sizes, and those that change them (fully_reshardable alone can).
+SAME = ("dp=2", "dp=3", "dp=4", "dp=1,tp=2", "dp=1,pp=2")
+CHANGED = (
+    "dp=2->3",
+    "dp=3->2",
+    "dp=4->2",
+    "dp=1->3",
+    "dp=1,tp=2->1",
+    "dp=2->1,tp=1->2",
+    "dp=1,pp=2->1",
+    "dp=2->1,pp=1->2",
+    "dp=2->1,tp=1->2,pp=2->1",
+)
+MODELS = ("tied", "fp32norm", "moe,ep=2", "1bucket")
+
+#: In CI, on every release.
+_EVERY_RELEASE = (
+    "hybrid,pao,f=1,dp=3->2",
+    "hybrid,pao,f=0.5,dp=2,dp_reshardable",
+)
+
+#: In CI, on the one release named: together all optimizers, formats, changes and models.
+_ONCE = (
+    "0.15.3,hybrid,nopao,f=0.25,dp=2,dp_reshardable",
+    "0.15.3,torch,dp=2->3",
+    "0.15.3,fused,pao,dp=2,dp_reshardable",
+    "0.16.1,fused,pao,dp=2->3",
+    "0.16.1,hybrid,nopao,f=1,dp=3,fp32norm",
+    "0.16.1,hybrid,pao,f=1,dp=2,default,tied",
+    "0.16.1,torch,dp=2,dp_reshardable",
+    "0.16.1,hybrid,pao,f=1,dp=1,tp=2->1",
+    "0.16.1,hybrid,pao,f=1,dp=2,model-only",
+    "0.17.1,hybrid,pao,f=0.25,dp=2,moe,ep=2",
+    "0.17.1,hybrid,pao,f=1,dp=2->1,pp=1->2",
+    "0.17.1,fused,pao,norem,dp=2,load:hybrid,load:f=1",
+    "0.18.2,fused,pao,m=bf16,v=bf16,dp=2",
+    "0.18.2,torch,dp=2,moe,ep=2->1",
+    "0.18.2,hybrid,pao,f=0.5,dp=4->2,tied",
+    "0.19.2,hybrid,nopao,f=0.5,dp=2->3",
+    "0.19.2,fused,nopao,dp=2,dp_reshardable",
+    "0.19.2,hybrid,pao,f=1,dp=2,load:fused",
+)
+
+
+def spread() -> list[Case]:
+    """The cases that CI runs."""
+    every = [Case.parse(text, megatron=release) for release in RELEASES for text in _EVERY_RELEASE]
+    return _unique([*every, *(Case.parse(text) for text in _ONCE)])
+
+
+def full() -> list[Case]:
+    """All cases of the matrix, the spread included."""
+    return _unique([*spread(), *(Case.parse(text) for text in _all_words())])
+
+
+def _all_words() -> Iterator[str]:
+    for release, backend in product(RELEASES, BACKENDS):
+        for layout in SAME:
+            yield f"{release},{backend},{layout}"
+            yield f"{release},{backend},{layout},dp_reshardable"
+        for layout in CHANGED:
+            if "=fp16" not in backend:  # scales belong to a rank's shard: no other layout is exact
+                yield f"{release},{backend},{layout}"
+        for model in MODELS:
+            yield f"{release},{backend},dp=2,{model}"
+            yield f"{release},{backend},dp=2,{model},dp_reshardable"
+        yield f"{release},{backend},dp=4->2,moe,ep=4->2"
+    for release, saved, loaded in product(RELEASES, BACKENDS, BACKENDS):
+        if saved != loaded and "16" not in saved + loaded:
+            load_words = ",".join(f"load:{word}" for word in loaded.split(","))
+            yield f"{release},{saved},dp=2,{load_words}"
+    for release, fraction in product(RELEASES, ("1", "0.5")):
+        for mode in ("forked", "persistent"):
+            yield f"{release},hybrid,pao,f={fraction},dp=2,async={mode}"
+        yield f"{release},hybrid,pao,f={fraction},dp=2,model-only"
+
+
+def _unique(cases: list[Case]) -> list[Case]:
+    return list({case.name: case for case in cases}.values())
+
+
+#: Which fixes must have been reached, by what the case uses. Filled from the fixes' own ids.
+def needed_faults(case: Case) -> set[str]:
+    """Faults that stock megatron-core shows in this case, so a fix for each must have been hit."""
+    faults = set()
+    hybrid = case.backend.optimizer == "hybrid"
+    old = case.megatron.startswith("0.15")
+    if hybrid and case.sharding == "dp_reshardable" and not case.backend.pao:
+        faults.add("F1" if old else "F3")
+    if case.backend.optimizer == "torch" and not case.model_only:
+        faults.add("F8")
+    if (
+        hybrid
+        and case.same_backend
+        and not case.model_only
+        and not case.megatron.startswith("0.19")
+    ):
+        faults.add("F9")
+    if case.sharding is None:
+        faults.add("F16")
+    return faults
