@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 SIZES = {
@@ -29,23 +31,41 @@ def _shrink() -> None:
                 setattr(module, name, value)
 
 
-def _name_fused_adam_as_te_does() -> None:
-    """The stand-in's class is pickled by name (F9); the name has to be the real one's."""
+@contextmanager
+def _fused_adam_named_as_te_names_it() -> Iterator[None]:
+    """The stand-in's class is pickled by name (F9); the name has to be the real one's.
+
+    Only while saving: with a module of that name about, Megatron would take TE for installed.
+    """
     from vime_optim.simulate.fused_adam import FusedAdam
 
     name = "transformer_engine.pytorch.optimizers.fused_adam"
-    module = types.ModuleType(name)
-    module.FusedAdam = FusedAdam  # type: ignore[attr-defined]
-    FusedAdam.__module__ = name
-    sys.modules[name] = module
+    parts = name.split(".")
+    names = [".".join(parts[: count + 1]) for count in range(len(parts))]
+    sys.modules.update({part: types.ModuleType(part) for part in names})
+    sys.modules[parts[0]].__dict__["__version__"] = "2.20.2"
+    sys.modules[name].__dict__["FusedAdam"] = FusedAdam
+    before, FusedAdam.__module__ = FusedAdam.__module__, name
+    try:
+        yield
+    finally:
+        FusedAdam.__module__ = before
+        for part in names:
+            del sys.modules[part]
 
 
 def save(payload: dict[str, Any]) -> dict[str, Any]:
     """Trains and saves with stock megatron-core."""
-    from vime_optim.verify import job
+    from vime_optim.verify import checkpoint, job
 
     _shrink()
-    _name_fused_adam_as_te_does()
+    stock_save = checkpoint.save
+
+    def save_under_te_names(*args: Any) -> None:
+        with _fused_adam_named_as_te_names_it():
+            stock_save(*args)
+
+    checkpoint.save = save_under_te_names
     return job.save(payload)
 
 
