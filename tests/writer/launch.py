@@ -1,7 +1,8 @@
 """Starts ranks that run scenarios of tests/writer/scenarios.py on the simulated device.
 
 The launched process imports torch and megatron-core once and forks the ranks. Workers that a rank
-spawns import this file as their main module, which switches the simulation on in them too.
+spawns import this file as their main module, which switches the simulation on in them too. With
+VIME_OPTIM_TEST_DEVICE=cuda the ranks use real devices.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
-if os.environ.get("VIME_OPTIM_TEST_RANKS"):
+ON_CUDA = os.environ.get("VIME_OPTIM_TEST_DEVICE") == "cuda"
+
+if os.environ.get("VIME_OPTIM_TEST_RANKS") and not ON_CUDA:
     import torch  # noqa: F401  (first: the simulation's own start-up file waits for it)
 
     from vime_optim.simulate import device
@@ -59,7 +62,11 @@ def launch(
     ):
         paths = [str(ROOT), str(tree), *filter(None, [os.environ.get("VIME_OPTIM_TEST_PATH")])]
         env = {
-            **{k: v for k, v in os.environ.items() if not k.startswith("VIME_OPTIM_")},
+            **{
+                k: v
+                for k, v in os.environ.items()
+                if not k.startswith("VIME_OPTIM_") or k == "VIME_OPTIM_TEST_DEVICE"
+            },
             "PYTHONPATH": os.pathsep.join(paths),
             "OMP_NUM_THREADS": "1",
             "VIME_OPTIM_TEST_RANKS": str(world),
@@ -118,8 +125,10 @@ def _run_rank(rank: int, world: int, folder: Path, scenario: str, arguments: Any
 
     os.environ["RANK"] = str(rank)
     torch.set_num_threads(1)
+    if ON_CUDA:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     torch.distributed.init_process_group(
-        "gloo",
+        "nccl" if ON_CUDA else "gloo",
         store=torch.distributed.FileStore(str(folder / "store"), world),
         rank=rank,
         world_size=world,

@@ -1,0 +1,296 @@
+"""Scenarios in which something breaks. Each returns what every rank saw; none may hang."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.writer.readback import snapshot
+from tests.writer.scenarios import TRACKER, Trainer, check, rank, torch_optimizers
+
+
+def caught(action: Callable[[], Any]) -> dict[str, Any]:
+    """The exception that an action raises on this rank, and how long it took."""
+    began = time.monotonic()
+    try:
+        action()
+    except Exception as error:
+        return {
+            "type": type(error).__name__,
+            "text": str(error),
+            "seconds": time.monotonic() - began,
+        }
+    return {"type": None, "text": "", "seconds": time.monotonic() - began}
+
+
+def load_outcome(trainer: Trainer, directory: Path) -> dict[str, Any]:
+    """What a load raises, and whether any tensor changed."""
+    # Stock's template for a load takes a step with random gradients: made before the snapshot.
+    template = trainer.state(is_loading=True)
+    before = snapshot(template)
+    outcome = caught(lambda: trainer.load(directory, template))
+    after = snapshot(template)
+    outcome["unchanged"] = all(torch.equal(before[key], after[key]) for key in before)
+    return outcome
+
+
+def failures(root: str, names: list[str]) -> dict[str, Any]:
+    """Run some of the functions below, one after the other, in one launch."""
+    outcomes = {}
+    for name in names:
+        function, _, kind = name.partition(":")
+        folder = Path(root) / name.replace(":", "_")
+        outcomes[name] = globals()[function](folder, persistent=kind == "persistent")
+        torch.distributed.barrier()
+    # Workers are left to the end of the launch: starting one takes longer than the scenarios.
+    return outcomes
+
+
+def _finished(root: Path) -> list[str]:
+    """The tracker and the marks of a complete checkpoint, where there are any."""
+    torch.distributed.barrier()
+    return sorted(
+        path.relative_to(root).as_posix()
+        for name in (TRACKER, "*/metadata.json", "*/vime_optim_manifest.json")
+        for path in root.glob(name)
+    )
+
+
+def block_writer_of_rank_1(root: Path, trainer: Trainer) -> Path:
+    """Turn a file of rank 1's next save into a pipe that nobody reads: its writer stays in open().
+
+    Returns:
+        The pipe.
+    """
+    pipe = root / f"iter_{trainer.iteration:07d}" / "__1_0.distcp"
+    if rank() == 0:
+        pipe.parent.mkdir(parents=True, exist_ok=True)
+        pipe.unlink(missing_ok=True)
+        os.mkfifo(pipe)
+    torch.distributed.barrier()
+    return pipe
+
+
+def _then_a_good_save(trainer: Trainer, root: Path) -> list[str]:
+    trainer.step()
+    directory, expected = trainer.save(root)
+    trainer.finalize()
+    return check(directory, expected)
+
+
+def killed_writer(root: Path, persistent: bool) -> dict[str, Any]:
+    """kill -9 of the writer of rank 1 in the middle of a save."""
+    trainer = Trainer(persistent=persistent)
+    trainer.step()
+    block_writer_of_rank_1(root, trainer)
+    directory, _ = trainer.save(root)
+    worker = trainer.worker()
+    raised = caught(lambda: _kill_and_finalize(trainer, worker))
+    finished = _finished(root)
+    refused = load_outcome(trainer, directory)
+    good = _then_a_good_save(trainer, root / "next")
+    return {"raised": raised, "finished": finished, "load": refused, "good": good}
+
+
+def _kill_and_finalize(trainer: Trainer, worker: Any) -> None:
+    if rank() == 1:
+        os.kill(worker.pid, signal.SIGKILL)
+    trainer.finalize()
+
+
+def killed_before_close(root: Path, persistent: bool) -> dict[str, Any]:
+    """A worker that dies while idle must not hang the end of the job."""
+    trainer = Trainer(persistent=persistent)
+    trainer.step()
+    bad = _then_a_good_save(trainer, root)
+    caller = trainer.queue._get_async_caller()
+    process = getattr(caller, "process", None)
+    if process is not None:
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+    return {"good": bad, "closed": caught(trainer.close)}
+
+
+def full_disk(root: Path, persistent: bool) -> dict[str, Any]:
+    """ENOSPC for one file of rank 1: its name leads to /dev/full."""
+    return _with_device_full(root, persistent, "__1_0.distcp", is_async=True)
+
+
+def full_disk_sync(root: Path, persistent: bool) -> dict[str, Any]:
+    return _with_device_full(root, persistent, "__1_0.distcp", is_async=False)
+
+
+def full_disk_for_metadata(root: Path, persistent: bool) -> dict[str, Any]:
+    """ENOSPC for `.metadata`, which the coordinator alone writes."""
+    return _with_device_full(root, persistent, ".metadata.tmp", is_async=True)
+
+
+def full_disk_for_common(root: Path, persistent: bool) -> dict[str, Any]:
+    """ENOSPC for `common.pt`, which rank 0 alone writes (part of the shards from 0.19 on)."""
+    return _with_device_full(root, persistent, "common.pt", is_async=False)
+
+
+def _with_device_full(root: Path, persistent: bool, name: str, is_async: bool) -> dict[str, Any]:
+    trainer = Trainer(persistent=persistent)
+    trainer.step()
+    directory = root / f"iter_{trainer.iteration:07d}"
+    if rank() == 0:
+        directory.mkdir(parents=True)
+        (directory / name).symlink_to("/dev/full")
+    torch.distributed.barrier()
+
+    def save() -> None:
+        trainer.save(root, is_async=is_async)
+        trainer.finalize()
+
+    raised = caught(save)
+    finished = _finished(root)
+    refused = load_outcome(trainer, directory)
+    good = _then_a_good_save(trainer, root / "next")
+    return {"raised": raised, "finished": finished, "load": refused, "good": good}
+
+
+def unwritable(root: Path, persistent: bool) -> dict[str, Any]:
+    """Rank 0 cannot take away an old `metadata.json`: all raise before anything is written."""
+    trainer = Trainer(persistent=persistent)
+    directory = root / f"iter_{trainer.iteration:07d}"
+    if rank() == 0:
+        (directory / "metadata.json").mkdir(parents=True)
+    torch.distributed.barrier()
+    raised = caught(lambda: trainer.save(root))
+    torch.distributed.barrier()
+    return {"raised": raised, "files": sorted(p.name for p in directory.iterdir())}
+
+
+def two_jobs(root: Path, persistent: bool) -> dict[str, Any]:
+    """Another process is saving to the directory."""
+    trainer = Trainer(persistent=persistent)
+    directory = root / f"iter_{trainer.iteration:07d}"
+    fd = -1
+    if rank() == 0:
+        directory.mkdir(parents=True)
+        fd = os.open(directory, os.O_RDONLY)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+    torch.distributed.barrier()
+    raised = caught(lambda: trainer.save(root))
+    if rank() == 0:
+        os.close(fd)
+    torch.distributed.barrier()
+    good = _then_a_good_save(trainer, root)
+    return {"raised": raised, "good": good}
+
+
+def stuck_writer(root: Path, persistent: bool) -> dict[str, Any]:
+    """The writer of rank 1 lives but does not get on."""
+    from vime_optim import settings
+
+    trainer = Trainer(persistent=persistent)
+    trainer.step()
+    if persistent:
+        _then_a_good_save(trainer, root / "before")  # the start of the worker is not in the limit
+    usual = settings.current()
+    settings.activate(dataclasses.replace(usual, writer_timeout_s=1.5))
+    block_writer_of_rank_1(root, trainer)
+    trainer.save(root)
+    raised = caught(trainer.finalize)
+    settings.activate(usual)
+    finished = _finished(root)
+    good = _then_a_good_save(trainer, root / "next")
+    return {"raised": raised, "finished": finished, "good": good}
+
+
+def overwritten(root: Path, persistent: bool) -> dict[str, Any]:
+    """A whole checkpoint, then a save into the same directory that does not finish."""
+    trainer = Trainer(persistent=persistent)
+    trainer.step()
+    directory, _ = trainer.save(root)
+    trainer.finalize()
+    whole = load_outcome(trainer, directory)
+    block_writer_of_rank_1(root, trainer)
+    again, _ = trainer.save(root)
+    worker = trainer.worker()
+    raised = caught(lambda: _kill_and_finalize(trainer, worker))
+    refused = load_outcome(trainer, again)
+    return {"whole": whole, "raised": raised, "load": refused}
+
+
+def no_shared_memory(root: Path, persistent: bool) -> dict[str, Any]:
+    """A /dev/shm too small for the state: written in the training process, exactly."""
+    from vime_optim import installer
+    from vime_optim.writer import dispatch
+
+    trainer = Trainer(persistent=persistent)
+    trainer.step()
+    usual = dispatch._free_shared_memory_bytes
+    dispatch._free_shared_memory_bytes = lambda: 0
+    try:
+        good = _then_a_good_save(trainer, root)
+    finally:
+        dispatch._free_shared_memory_bytes = usual
+    return {"good": good, "inline": installer.counters["saves written in the training process"]}
+
+
+def unguarded_update(root: Path, persistent: bool) -> dict[str, Any]:
+    """Code that knows nothing of the guard changes a tensor that is being written."""
+    trainer = Trainer(persistent=persistent)
+    trainer.step()
+    pipe = block_writer_of_rank_1(root, trainer)
+    trainer.save(root)
+    if rank() == 1:
+        [state, *_] = torch_optimizers(trainer.optimizer)[0].state.values()
+        state["exp_avg"].add_(1)
+        threading.Thread(target=pipe.read_bytes, daemon=True).start()
+    raised = caught(trainer.finalize)
+    finished = _finished(root)
+    return {"raised": raised, "finished": finished}
+
+
+def damaged(root: Path, persistent: bool) -> dict[str, Any]:
+    """One flipped bit: unseen by a plain load, named under VIME_OPTIM_VERIFY=1; a cut always."""
+    from vime_optim import settings
+
+    trainer = Trainer(persistent=persistent)
+    trainer.step()
+    directory, _ = trainer.save(root)
+    trainer.finalize()
+    path = directory / "__1_0.distcp"
+    original = path.read_bytes()
+    usual = settings.current()
+    settings.activate(dataclasses.replace(usual, verify=True))
+    whole = load_outcome(trainer, directory)
+    torch.distributed.barrier()
+    if rank() == 0:
+        path.write_bytes(original[:900] + bytes([original[900] ^ 8]) + original[901:])
+    torch.distributed.barrier()
+    flipped = load_outcome(trainer, directory)
+    settings.activate(usual)
+    torch.distributed.barrier()
+    if rank() == 0:
+        path.write_bytes(original[:-40])
+    torch.distributed.barrier()
+    cut = load_outcome(trainer, directory)
+    return {"whole": whole, "flipped": flipped, "cut": cut}
+
+
+def no_psutil(root: Path, persistent: bool) -> dict[str, Any]:
+    """psutil is not a declared dependency of megatron-core."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    usual = filesystem_async.HAVE_PSUTIL
+    filesystem_async.HAVE_PSUTIL = False
+    trainer = Trainer(persistent=persistent)
+    trainer.step()
+    try:
+        good = _then_a_good_save(trainer, root)
+    finally:
+        filesystem_async.HAVE_PSUTIL = usual
+    return {"good": good}

@@ -1,0 +1,223 @@
+"""Real async saves on the simulated device: exact against a stopped writer, and loud in trouble.
+
+One launch runs many cases, because importing megatron-core and starting ranks is most of the time.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.writer.launch import launch, results, tree_of
+
+EXACT_CASES: list[dict[str, Any]] = [
+    {"mode": "guard"},
+    {"mode": "stage"},
+    {"mode": "guard", "persistent": False, "shared": True},
+    {"mode": "off", "persistent": False},
+]
+
+
+@pytest.fixture(scope="module")
+def exact_0_16_1(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
+    root = tmp_path_factory.mktemp("exact")
+    cases = {"root": str(root), "cases": EXACT_CASES}
+    return results(launch(tree_of("0.16.1"), "exact", world=2, arguments=cases))
+
+
+@pytest.fixture(scope="module")
+def exact_0_19_2(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
+    root = tmp_path_factory.mktemp("exact")
+    cases = {"root": str(root), "cases": [{"mode": "guard"}, {"mode": "stage"}]}
+    return results(launch(tree_of("0.19.2"), "exact", world=3, arguments=cases))
+
+
+def test_saves_of_0_16_1_are_exact(exact_0_16_1: Any) -> None:
+    for ranks in exact_0_16_1:
+        for outcome in ranks:
+            assert outcome["torn"] == [[], []], outcome["case"]
+            assert outcome["manifest"], outcome["case"]
+
+
+def test_saves_of_0_19_2_on_three_ranks_are_exact(exact_0_19_2: Any) -> None:
+    for ranks in exact_0_19_2:
+        for outcome in ranks:
+            assert outcome["torn"] == [[], []], outcome["case"]
+            assert outcome["manifest"], outcome["case"]
+
+
+def test_the_guard_waits_and_says_so(exact_0_16_1: Any) -> None:
+    # The writer was stopped for 0.6 s right after it was handed the save, on every rank.
+    for ranks in exact_0_16_1:
+        guard, stage, shared, forked = ranks
+        assert guard["waits"] >= 1
+        assert shared["waits"] >= 1
+        assert stage["waits"] == 0
+        assert forked["waits"] == 0
+
+
+def test_staged_and_forked_saves_do_not_hold_up_the_step(exact_0_16_1: Any) -> None:
+    for ranks in exact_0_16_1:
+        guard, stage, _, forked = ranks
+        assert max(guard["steps_s"]) > 0.4
+        assert min(stage["steps_s"]) < 0.4
+        assert min(forked["steps_s"]) < 0.4
+
+
+def test_a_worker_keeps_no_memory_after_the_save(exact_0_16_1: Any, exact_0_19_2: Any) -> None:
+    for ranks in (*exact_0_16_1, *exact_0_19_2):
+        for outcome in ranks:
+            assert outcome["held_bytes"] == [0, 0], outcome["case"]
+
+
+def test_stock_saves_are_torn(tmp_path: Path) -> None:
+    """What the cases above guard against: without the fixes the same case holds later values."""
+    arguments = {"root": str(tmp_path), "cases": [{"rounds": 1}], "install": False}
+    outcomes = results(launch(tree_of("0.16.1"), "exact", world=2, arguments=arguments))
+    assert outcomes[0][0]["torn"] != [[]]
+
+
+PERSISTENT = [
+    "killed_writer:persistent",
+    "full_disk:persistent",
+    "stuck_writer:persistent",
+    "unguarded_update:persistent",
+    "overwritten:persistent",
+    "killed_before_close:persistent",
+    "no_shared_memory:persistent",
+    "two_jobs:persistent",
+]
+FORKED = [
+    "killed_writer:forked",
+    "full_disk:forked",
+    "full_disk_sync:forked",
+    "full_disk_for_metadata:forked",
+    "full_disk_for_common:forked",
+    "stuck_writer:forked",
+    "unwritable:forked",
+    "damaged:forked",
+    "no_psutil:forked",
+]
+
+
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """Outcome of each scenario, by name, rank by rank."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for tree, names in (("0.19.2", PERSISTENT), ("0.16.1", FORKED)):
+        root = tmp_path_factory.mktemp("failures")
+        arguments = {"root": str(root), "names": names}
+        ranks = results(launch(tree_of(tree), "failures", world=2, arguments=arguments))
+        found.update({name: [rank[name] for rank in ranks] for name in names})
+    return found
+
+
+def raised_everywhere(ranks: list[dict[str, Any]], *words: str) -> None:
+    for outcome in ranks:
+        raised = outcome["raised"]
+        assert raised["type"] == "WriterError", raised
+        assert raised["seconds"] < 15, raised
+        for word in words:
+            assert word in raised["text"], raised["text"]
+
+
+def nothing_points_to_it(ranks: list[dict[str, Any]]) -> None:
+    for outcome in ranks:
+        assert outcome["finished"] == []
+
+
+def refused_everywhere(ranks: list[dict[str, Any]]) -> None:
+    for outcome in ranks:
+        assert outcome["load"]["type"] == "CheckpointError", outcome["load"]
+        assert "did not finish" in outcome["load"]["text"]
+        assert outcome["load"]["unchanged"]
+
+
+@pytest.mark.parametrize("kind", ["persistent", "forked"])
+def test_a_killed_writer_raises_on_every_rank(failed: Any, kind: str) -> None:
+    ranks = failed[f"killed_writer:{kind}"]
+    raised_everywhere(ranks, "rank 1:", "SIGKILL")
+    nothing_points_to_it(ranks)
+    refused_everywhere(ranks)
+    assert [outcome["good"] for outcome in ranks] == [[], []]
+
+
+@pytest.mark.parametrize(
+    "name", ["full_disk:persistent", "full_disk:forked", "full_disk_sync:forked"]
+)
+def test_a_full_disk_raises_on_every_rank(failed: Any, name: str) -> None:
+    ranks = failed[name]
+    raised_everywhere(ranks, "rank 1:", "No space left on device", "__1_0.distcp")
+    nothing_points_to_it(ranks)
+    refused_everywhere(ranks)
+    assert [outcome["good"] for outcome in ranks] == [[], []]
+
+
+@pytest.mark.parametrize("name", ["full_disk_for_metadata", "full_disk_for_common"])
+def test_what_rank_0_alone_cannot_write_is_raised_by_all(failed: Any, name: str) -> None:
+    ranks = failed[f"{name}:forked"]
+    raised_everywhere(ranks, "rank 0:", "No space left on device")
+    nothing_points_to_it(ranks)
+    assert [outcome["good"] for outcome in ranks] == [[], []]
+
+
+@pytest.mark.parametrize("kind", ["persistent", "forked"])
+def test_a_stuck_writer_is_given_up(failed: Any, kind: str) -> None:
+    ranks = failed[f"stuck_writer:{kind}"]
+    raised_everywhere(ranks, "rank 1:", "made no progress")
+    nothing_points_to_it(ranks)
+    assert [outcome["good"] for outcome in ranks] == [[], []]
+
+
+def test_an_update_past_the_guard_is_found_out(failed: Any) -> None:
+    ranks = failed["unguarded_update:persistent"]
+    raised_everywhere(ranks, "rank 1:", "updated in place while")
+    nothing_points_to_it(ranks)
+
+
+def test_an_overwritten_checkpoint_is_whole_or_refused(failed: Any) -> None:
+    ranks = failed["overwritten:persistent"]
+    assert [outcome["whole"]["type"] for outcome in ranks] == [None, None]
+    raised_everywhere(ranks, "SIGKILL")
+    refused_everywhere(ranks)
+
+
+def test_a_worker_that_died_idle_does_not_hang_the_end(failed: Any) -> None:
+    for outcome in failed["killed_before_close:persistent"]:
+        assert outcome["good"] == []
+        assert outcome["closed"]["type"] is None
+        assert outcome["closed"]["seconds"] < 10
+
+
+def test_without_shared_memory_the_trainer_writes(failed: Any) -> None:
+    for outcome in failed["no_shared_memory:persistent"]:
+        assert outcome == {"good": [], "inline": 1}
+
+
+def test_two_jobs_cannot_save_to_one_directory(failed: Any) -> None:
+    ranks = failed["two_jobs:persistent"]
+    raised_everywhere(ranks, "rank 0:", "another save is writing to it")
+    assert [outcome["good"] for outcome in ranks] == [[], []]
+
+
+def test_an_unwritable_directory_is_refused_before_anything_is_written(failed: Any) -> None:
+    ranks = failed["unwritable:forked"]
+    raised_everywhere(ranks, "rank 0:", "metadata.json")
+    assert [outcome["files"] for outcome in ranks] == [["metadata.json"]] * 2
+
+
+def test_damage_is_refused_before_a_load_changes_anything(failed: Any) -> None:
+    for outcome in failed["damaged:forked"]:
+        assert outcome["whole"]["type"] is None
+        for name in ("flipped", "cut"):
+            assert outcome[name]["type"] == "CheckpointError", outcome[name]
+            assert outcome[name]["unchanged"], name
+            assert "__1_0.distcp" in outcome[name]["text"]
+        assert "bytes [0, " in outcome["flipped"]["text"]
+        assert "optimizer" in outcome["flipped"]["text"]
+
+
+def test_psutil_is_not_needed(failed: Any) -> None:
+    assert [outcome["good"] for outcome in failed["no_psutil:forked"]] == [[], []]
