@@ -12,7 +12,7 @@ import os
 import threading
 from typing import Any
 
-from vime_optim.simulate import collectives, cuda_api, sharing
+from vime_optim.simulate import backward, cuda_api, sharing
 from vime_optim.simulate.memory import LEDGER, is_device_tensor
 from vime_optim.simulate.modes import DeviceArguments, Inheritance, set_pin_fails
 from vime_optim.simulate.patching import Patches
@@ -40,7 +40,7 @@ def enable() -> None:
     # Compiled functions would bypass the modes, and would need a C++ compiler at run time.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     cuda_api.apply(_PATCHES)
-    collectives.apply(_PATCHES)
+    backward.apply(_PATCHES)
     sharing.apply(_PATCHES)
     _patch_threads()
     _enter()

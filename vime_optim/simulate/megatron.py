@@ -12,6 +12,7 @@ from typing import Literal
 
 from vime_optim.errors import SettingsError
 from vime_optim.simulate import device
+from vime_optim.simulate.backward import wrap_megatron_hooks
 from vime_optim.simulate.bootstrap import bootstrap_env
 from vime_optim.simulate.triton_stub import provide_triton
 
@@ -40,6 +41,8 @@ def prepare(optimizer: Literal["torch", "te"]) -> None:
     os.environ.update(bootstrap_env(os.environ))
     provide_triton()
     core = _import_megatron()
+    distributed = importlib.import_module("megatron.core.distributed")
+    wrap_megatron_hooks(distributed.DistributedDataParallel)
     if optimizer == "te":
         _use_stand_in(core)
     else:

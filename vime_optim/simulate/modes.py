@@ -10,7 +10,6 @@ say), so anything in there sees plain CPU tensors throughout; the second mode st
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -230,8 +229,6 @@ class DeviceArguments(TorchFunctionMode):
             torch.Tensor.numpy: _refuse_device(torch.Tensor.numpy),
             torch.Tensor.__array__: _refuse_device(torch.Tensor.__array__),
             torch.Tensor.grad.__set__: _set_grad,  # type: ignore[union-attr]
-            torch.Tensor.backward: self._backward,
-            torch.autograd.grad: self._grad,
         }
         # These answer for wrapper subclasses too; the others leave those to the subclass.
         self._readers: dict[Any, Callable[..., Any]] = {
@@ -289,40 +286,6 @@ class DeviceArguments(TorchFunctionMode):
         if not aliases:
             set_memory(result, memory)
         return result
-
-    def _backward(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Hooks that run in backward must see the simulation, which is off in this call."""
-        names = ("gradient", "retain_graph", "create_graph", "inputs")
-        named = {**dict(zip(names, args, strict=False)), **kwargs}
-        with self:
-            torch.autograd.backward(
-                tensor,
-                named.get("gradient"),
-                named.get("retain_graph"),
-                bool(named.get("create_graph", False)),
-                inputs=named.get("inputs"),
-            )
-
-    def _grad(self, *args: Any, **kwargs: Any) -> Any:
-        # The body asks again whether a mode is on; the C++ engine is what needs the mode.
-        engine = torch.autograd.graph._engine_run_backward
-
-        def run(*inner: Any, **options: Any) -> Any:
-            with self:
-                return engine(*inner, **options)
-
-        with _replaced(torch.autograd, "_engine_run_backward", run):
-            return torch.autograd.grad(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
 
 
 class Inheritance(TorchDispatchMode):  # type: ignore[no-untyped-call]
