@@ -155,32 +155,46 @@ def load(job: Job, directory: Path, iteration: int) -> dict[str, Any]:
 
 
 def check_same_model(model_template: dict[str, Any], source: Path) -> None:
-    """Every tensor of this model is in the checkpoint, with the same global shape.
+    """This model's tensors, over all ranks, are those in the checkpoint, with the same shapes.
 
     Raises:
-        ForeignCheckpointError: names what is missing or has another shape. Nothing was changed.
+        ForeignCheckpointError: names what differs. Nothing was changed.
     """
     from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor
-    from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 
-    stored = dist_checkpointing.load_tensors_metadata(str(source))
-    sharded, _ = extract_sharded_tensors_and_factories(model_template)
-    wrong = []
-    for part in nested_values(sharded):
-        shapes = [part] if isinstance(part, ShardedTensor) else list(nested_values(part.build()))
-        for tensor in shapes:
-            there = stored.get(tensor.key)
-            if there is None:
-                wrong.append(f"{tensor.key}: not in the checkpoint")
-            elif tuple(there.global_shape) != tuple(tensor.global_shape):
-                shape, expected = tuple(there.global_shape), tuple(tensor.global_shape)
-                wrong.append(f"{tensor.key}: {shape} there, {expected} here")
+    stored = {
+        key: tuple(tensor.global_shape)
+        for key, tensor in dist_checkpointing.load_tensors_metadata(str(source)).items()
+        if not key.startswith("optimizer.")
+    }
+    here: dict[str, tuple[int, ...]] = {}
+    by_rank: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(by_rank, _global_shapes(model_template))
+    for shapes in by_rank:
+        here.update(shapes)
+    wrong = [
+        f"{key}: {stored.get(key, 'nothing')} there, {here.get(key, 'nothing')} here"
+        for key in sorted({*stored, *here})
+        if stored.get(key) != here.get(key)
+    ]
     if wrong:
         raise ForeignCheckpointError(
             "the checkpoint is of another model",
             where=str(source),
-            got=f"{len(wrong)} tensors do not fit, such as " + "; ".join(sorted(set(wrong))[:3]),
+            got=f"{len(wrong)} tensors do not fit, such as " + "; ".join(wrong[:3]),
             next_step="load it with the model that it was saved with",
         )
+
+
+def _global_shapes(model_template: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Global shape by checkpoint key of every tensor that this rank holds a part of."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+    from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+
+    shapes: dict[str, tuple[int, ...]] = {}
+    sharded, _ = extract_sharded_tensors_and_factories(model_template)
+    for part in nested_values(sharded):
+        tensors = [part] if isinstance(part, ShardedTensor) else nested_values(part.build())
+        shapes.update({tensor.key: tuple(tensor.global_shape) for tensor in tensors})
+    return shapes

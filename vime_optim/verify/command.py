@@ -86,7 +86,6 @@ def run_verify(args: argparse.Namespace) -> int:
         case, step = _loading_case(case, place, args.ckpt_step)
     else:
         _check_free(place)
-        place.directory.mkdir(parents=True, exist_ok=True)
         step = case.num_steps if args.ckpt_step is None else args.ckpt_step
         if args.phase == "all" and step not in case.save_steps:
             raise CheckpointError(
@@ -94,6 +93,7 @@ def run_verify(args: argparse.Namespace) -> int:
                 expected=f"one of {', '.join(map(str, case.save_steps))}",
                 next_step="see --num-steps and --save-interval",
             )
+        place.directory.mkdir(parents=True, exist_ok=True)
     with locked(place.directory):
         outcome = _run_phases(args, case, place, step)
     _report(outcome, args)
