@@ -127,12 +127,12 @@ def capture(model: Any, optimizer: Any) -> dict[str, Any]:
 def difference(wanted: dict[str, Any], got: dict[str, Any]) -> str:
     import torch
 
-    if wanted.keys() != got.keys():
-        return f"keys differ: {sorted(wanted.keys() ^ got.keys())[:3]}"
-    names = [
+    names = sorted(wanted.keys() ^ got.keys())
+    names += [
         name
         for name, value in wanted.items()
-        if not (
+        if name in got
+        and not (
             torch.equal(value, got[name]) if isinstance(value, torch.Tensor) else value == got[name]
         )
     ]
@@ -162,9 +162,9 @@ def attempt(outcome: dict[str, str], kind: str, action: str, work: Any) -> Any:
 
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     import torch
-    from megatron.core import dist_checkpointing
+    from megatron.core import __version__, dist_checkpointing
 
-    outcome: dict[str, Any] = {}
+    outcome: dict[str, Any] = {"version": __version__}
     model, optimizer = build(case, 1)
     outcome["norms"] = train(model, optimizer, 0, 3)
     for kind in FORMATS:
