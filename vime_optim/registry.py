@@ -211,6 +211,7 @@ class Installation:
         self.active = False
         for patch in reversed(patches):
             patch.undo()
+        _restore_later_aliases(patches)
         for state in self.states:
             state.patches = []
             if state.diagnosis.verdict is not Verdict.SKIPPED:
@@ -259,7 +260,7 @@ def _resolve(state: TargetState) -> _Resolved:
     raw = _raw_attribute(owner, attribute)
     if raw is None:
         verdict = Verdict.ABSENT if target.optional else Verdict.NOT_UNDERSTOOD
-        diagnosis = Diagnosis(verdict, f"{target} does not exist in this release")
+        diagnosis = Diagnosis(verdict, "not in this release")
         return _Resolved(state, owner, attribute, None, False, diagnosis)
     was_own = attribute in vars(owner)
     diagnosis = target.diagnose(module, _function_of(raw))
@@ -336,6 +337,21 @@ def _aliases(owner: ModuleType, attribute: str, raw: Any) -> list[ModuleType]:
         if vars(module).get(attribute) is raw:
             found.append(module)
     return found
+
+
+def _restore_later_aliases(patches: Sequence[Patch]) -> None:
+    """Give back the original to modules that imported a replacement by name after install()."""
+    functions = [patch for patch in patches if isinstance(patch.owner, ModuleType)]
+    original_of = {id(patch.replacement): patch.original for patch in functions}
+    for attribute in {patch.attribute for patch in functions}:
+        for module in list(sys.modules.values()):
+            if not isinstance(module, ModuleType):
+                continue
+            found = held = vars(module).get(attribute)
+            while id(held) in original_of:
+                held = original_of[id(held)]
+            if held is not found:
+                setattr(module, attribute, held)
 
 
 def _owner_name(owner: Any) -> str:

@@ -75,4 +75,5 @@ class Report:
 
 
 def _short(target: str) -> str:
-    return target.removeprefix("megatron.").removeprefix("core.")
+    """Class.method, or module.function: what tells targets apart on a narrow terminal."""
+    return ".".join(target.split(".")[-2:])

@@ -19,7 +19,10 @@ def ensure_state(dist_opt: Any) -> None:
     """Make the state of every parameter that has none. State that exists stays as it is."""
     inner = dist_opt.optimizer
     if is_hybrid(inner):
-        ensure_hybrid_state(inner)
+        if inner.state:
+            ensure_hybrid_state(inner)
+        else:
+            inner.dummy_step()  # Megatron's way, which the fix `inert-state` makes inert
         return
     _ensure(inner, getattr(dist_opt, "init_state_fn", None), dist_opt.config)
 

@@ -25,14 +25,14 @@ from vime_optim.registry import NEEDED, Diagnosis, Fix, Hit, Target, not_underst
 
 def _wrap_load_common(original: Any, hit: Hit) -> Any:
     def load_common(*args: Any, **kwargs: Any) -> Any:
+        hit()
         from vime_optim.checkpoint.inert import inert_class
         from vime_optim.checkpoint.safe_load import OPTIMIZER_CLASSES
 
         stand_ins = [(inert_class(name), name) for name in OPTIMIZER_CLASSES]
         with torch.serialization.safe_globals(stand_ins):  # type: ignore[arg-type]
             state = original(*args, **kwargs)
-        if mend_common_state(state):
-            hit()
+        mend_common_state(state)
         return state
 
     return load_common

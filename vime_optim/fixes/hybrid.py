@@ -52,9 +52,9 @@ def _wrap_sync_groups(original: Any, hit: Hit) -> Any:
     def sync_hdo_param_groups_to_sub_optimizers(self: Any) -> None:
         # The parts count by themselves. A counter that a checkpoint put into the hybrid's own
         # groups would be copied over theirs before every step.
+        hit()
         for group in self.param_groups:
-            if group.pop("step", None) is not None:
-                hit()
+            group.pop("step", None)
         original(self)
 
     return sync_hdo_param_groups_to_sub_optimizers
@@ -149,14 +149,15 @@ def _diagnose_copy_back(module: ModuleType, original: Any) -> Diagnosis:
 
 def _wrap_split_groups(original: Any, hit: Hit) -> Any:
     def get_sub_optimizer_param_groups(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _pinning_or_pageable(hit):
+        hit()
+        with _pinning_or_pageable():
             return original(self, *args, **kwargs)
 
     return get_sub_optimizer_param_groups
 
 
 @contextmanager
-def _pinning_or_pageable(hit: Hit) -> Iterator[None]:
+def _pinning_or_pageable() -> Iterator[None]:
     """Tensor.pin_memory gives back the pageable tensor where memory cannot be pinned.
 
     The method is replaced for the time of one optimizer's construction, since Megatron calls it
@@ -168,7 +169,6 @@ def _pinning_or_pageable(hit: Hit) -> Iterator[None]:
         try:
             return pin_memory(tensor, *args, **kwargs)
         except RuntimeError as error:
-            hit()
             _warn_pageable(error)
             return tensor
 
@@ -181,6 +181,7 @@ def _pinning_or_pageable(hit: Hit) -> Iterator[None]:
 
 def _wrap_set_grads(original: Any, hit: Hit) -> Any:
     def set_sub_optimizer_grads(self: Any) -> None:
+        hit()
         try:
             original(self)
         except RuntimeError as error:
@@ -194,7 +195,6 @@ def _wrap_set_grads(original: Any, hit: Hit) -> Any:
             except RuntimeError:
                 self.pin_cpu_grads = True
                 raise
-            hit()
             _warn_pageable(error)
 
     return set_sub_optimizer_grads

@@ -43,14 +43,13 @@ class ShardedOptimizerState(dict[Any, Any]):
     rebuild: Callable[[str], dict[Any, Any]]
 
 
-def settle_type(config: Any, requested: str | None, is_loading: bool, hit: Hit) -> str:
+def settle_type(config: Any, requested: str | None, is_loading: bool) -> str:
     """The sharding type to use instead of `requested`.
 
     Raises:
         OptimizerStateError: the policy is 'error' and a save asks for another type.
     """
     if requested is None or (requested == DEAD and not is_loading):
-        hit()
         return FULLY
     if is_loading or requested in (FULLY, "fsdp_dtensor") or not needs_fully(config):
         return requested
@@ -65,7 +64,6 @@ def settle_type(config: Any, requested: str | None, is_loading: bool, hit: Hit) 
             next_step="pass distrib_optim_sharding_type='fully_reshardable'"
             " (--dist-ckpt-optim-fully-reshardable), or set VIME_OPTIM_SHARDING=enforce",
         )
-    hit()
     _warn_once(requested)
     return FULLY
 
@@ -102,6 +100,7 @@ def _wrap_sharded_state_dict(original: Any, hit: Hit) -> Any:
         metadata = dict(bound.get("metadata") or {})
         requested = bound.pop("sharding_type", None) or metadata.get(TYPE_KEY)
         config = getattr(self, "config", None)
+        hit()
 
         def build(sharding_type: str) -> Any:
             bound["metadata"] = {**metadata, TYPE_KEY: sharding_type}
@@ -111,7 +110,7 @@ def _wrap_sharded_state_dict(original: Any, hit: Hit) -> Any:
             finally:
                 _inside.yes = False
 
-        chosen = settle_type(config, requested, is_loading, hit)
+        chosen = settle_type(config, requested, is_loading)
         result = build(chosen)
         if not is_loading or not isinstance(result, dict):
             return result
@@ -146,11 +145,11 @@ def recorded_types(state: Any, depth: int = 4) -> Iterator[str]:
 
 def _wrap_save(original: Any, hit: Hit) -> Any:
     def save(*args: Any, **kwargs: Any) -> Any:
+        hit()
         bound = _bind(original, *args, **kwargs)
         types = set(recorded_types(bound["sharded_state_dict"]))
         content = bound.get("content_metadata")
         if FULLY in types and (content or {}).get(TYPE_KEY) != FULLY:
-            hit()
             bound["content_metadata"] = {**(content or {}), TYPE_KEY: FULLY}
         return original(**bound)
 
@@ -159,13 +158,13 @@ def _wrap_save(original: Any, hit: Hit) -> Any:
 
 def _wrap_load(original: Any, hit: Hit) -> Any:
     def load(*args: Any, **kwargs: Any) -> Any:
+        hit()
         bound = _bind(original, *args, **kwargs)
         templates = list(_templates(bound["sharded_state_dict"]))
         if templates:
             saved = _type_of_checkpoint(str(bound["checkpoint_dir"]))
             for parent, key, state in templates:
                 if saved is not None and saved != state.sharding_type:
-                    hit()
                     logger.warning(
                         "vime_optim: the checkpoint is %s, not %s as asked; loading it as it is",
                         saved,
@@ -213,10 +212,11 @@ def _type_of_checkpoint(directory: str) -> str | None:
 
 def _wrap_metadata(original: Any, hit: Hit) -> Any:
     def build_sharded_state_dict_metadata(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        hit()
         metadata = original(args, *rest, **kwargs)
         requested = metadata.get(TYPE_KEY)
         if requested is not None:
-            metadata[TYPE_KEY] = settle_type(args, requested, False, hit)
+            metadata[TYPE_KEY] = settle_type(args, requested, False)
         return metadata
 
     return build_sharded_state_dict_metadata
