@@ -131,6 +131,7 @@ class ForkLauncher(_Closing):
                 stdout=log,
                 stderr=log,
                 pass_fds=(write_fd,),
+                start_new_session=True,
                 env=rank_environment(tree, "cpu"),
                 text=True,
             )
@@ -166,10 +167,10 @@ class ForkLauncher(_Closing):
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:
-            self._process.wait(timeout=5.0)
+            self._process.wait(timeout=10.0)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            pass
+        _kill_session(self._process)
         shutil.rmtree(self._home, ignore_errors=True)
 
     def _wait_ready(self) -> None:
@@ -339,7 +340,8 @@ def _wait_processes(
         time.sleep(0.05)
 
 
-def _kill_session(process: subprocess.Popen[bytes]) -> None:
+def _kill_session(process: subprocess.Popen[Any]) -> None:
+    """End the process and what it started in its session, such as managers."""
     try:
         os.killpg(process.pid, 9)
     except (ProcessLookupError, PermissionError):

@@ -29,7 +29,8 @@ def main() -> None:
     options = json.loads(sys.argv[1])
     answers = os.fdopen(options["answer_fd"], "w", buffering=1)
     os.set_inheritable(options["answer_fd"], False)
-    _die_with_parent()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the manager is ended too
+    _die_with_parent(signal.SIGTERM)
     try:
         from vime_optim.verify import rank
 
@@ -77,6 +78,8 @@ def launch(request: dict[str, Any], prepare: Callable[[], None]) -> dict[str, An
 def _child(request: dict[str, Any], rank: int, prepare: Callable[[], None]) -> None:
     status = 1
     try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        _die_with_parent(signal.SIGKILL)
         log = os.open(f"{request['out']}/rank{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(log, 1)
         os.dup2(log, 2)
@@ -125,13 +128,13 @@ def _kill_group(group: int, pids: dict[int, int]) -> None:
             pass
 
 
-def _die_with_parent() -> None:
-    """Linux: be told to end when the launcher dies, so that no template is left behind."""
+def _die_with_parent(number: signal.Signals) -> None:
+    """Linux: get this signal when the parent dies, so that no process is left behind."""
     if not Path("/proc/self").exists():
         return
     import ctypes
 
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    ctypes.CDLL(None).prctl(1, int(number))  # PR_SET_PDEATHSIG
 
 
 if __name__ == "__main__":
