@@ -3,7 +3,8 @@
 - fully_reshardable: `optimizer.state.{param,exp_avg,exp_avg_sq}.<model key>`; the older
   fully_sharded_model_space says `fp32_param` for `param`,
 - dp_reshardable, flat buckets:
-  `optimizer.distributed.dp_group_idx_G.gbuf_idx_B.dtype_(...).bucket_idx_K.<state>`, with objects such as `optimizer.distributed.dp_group_idx_G.optimizer` beside them,
+  `optimizer.distributed.dp_group_idx_G.gbuf_idx_B.dtype_(...).bucket_idx_K.<state>`,
+  with objects such as `optimizer.distributed.dp_group_idx_G.optimizer` beside them,
 - a chained optimizer may put `chained_N.` in front.
 """
 
