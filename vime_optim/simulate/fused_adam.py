@@ -270,8 +270,7 @@ class FusedAdam(torch.optim.Optimizer):
         for key, param in zip(_keys(result), self._params(), strict=True):
             held = result["state"].get(key)
             if held is not None:
-                unscaled = {name: self.get_unscaled_state(param, name) for name in held}
-                result["state"][key] = unscaled
+                result["state"][key] = {k: self.get_unscaled_state(param, k) for k in held}
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
