@@ -162,6 +162,7 @@ def _with_device_full(root: Path, persistent: bool, name: str, is_async: bool) -
 def unwritable(root: Path, persistent: bool) -> dict[str, Any]:
     """Rank 0 cannot take away an old `metadata.json`: all raise before anything is written."""
     trainer = Trainer(persistent=persistent)
+    trainer.step()
     directory = root / f"iter_{trainer.iteration:07d}"
     if rank() == 0:
         (directory / "metadata.json").mkdir(parents=True)
@@ -174,6 +175,7 @@ def unwritable(root: Path, persistent: bool) -> dict[str, Any]:
 def two_jobs(root: Path, persistent: bool) -> dict[str, Any]:
     """Another process is saving to the directory."""
     trainer = Trainer(persistent=persistent)
+    trainer.step()
     directory = root / f"iter_{trainer.iteration:07d}"
     fd = -1
     if rank() == 0:

@@ -224,8 +224,10 @@ def _wrap_finish(original: Any, hit: Hit) -> Any:
         if _writes_plain_files(self):
             from vime_optim.writer import commit
 
-            hit()
-            commit.write_manifest(str(self.checkpoint_dir), results)
+            session = commit.session_of(self.checkpoint_dir)
+            if session is None or session.error is None:
+                hit()
+                commit.write_manifest(str(self.checkpoint_dir), results)
 
     return finish
 
