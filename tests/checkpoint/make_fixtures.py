@@ -26,18 +26,20 @@ PATCH_SKIP = (
 )
 
 CASES = {
-    "full_0.15.3": ("0.15.3", "fused,nopao,fully_reshardable,dp=2,stock"),
-    "full_0.16.1": ("0.16.1", "fused,nopao,fully_reshardable,dp=2,stock"),
-    "full_0.19.2": ("0.19.2", "fused,nopao,fully_reshardable,dp=2,stock"),
-    "full_0.16.1_dp3": ("0.16.1", "fused,nopao,fully_reshardable,dp=3,stock"),
-    "dp_0.15.3": ("0.15.3", "fused,nopao,dp_reshardable,dp=2,stock"),
-    "dp_0.16.1": ("0.16.1", "fused,nopao,dp_reshardable,dp=2,stock"),
-    "dp_0.19.2": ("0.19.2", "fused,nopao,dp_reshardable,dp=2,stock"),
+    "full_0.15.3": ("0.15.3", "fused,nopao,fully_reshardable,1bucket,dp=2,stock"),
+    "full_0.16.1": ("0.16.1", "fused,nopao,fully_reshardable,1bucket,dp=2,stock"),
+    "full_0.19.2": ("0.19.2", "fused,nopao,fully_reshardable,1bucket,dp=2,stock"),
+    "full_0.16.1_dp3": ("0.16.1", "fused,nopao,fully_reshardable,1bucket,dp=3,stock"),
+    "dp_0.15.3": ("0.15.3", "fused,nopao,dp_reshardable,1bucket,dp=2,stock"),
+    "dp_0.16.1": ("0.16.1", "fused,nopao,dp_reshardable,1bucket,dp=2,stock"),
+    "dp_0.19.2": ("0.19.2", "fused,nopao,dp_reshardable,1bucket,dp=2,stock"),
     "f2_0.15.3": ("f2", "hybrid,pao,f=1,dp_reshardable,dp=3,stock"),
     "f3_0.16.1": ("0.16.1", "hybrid,pao,f=1,dp_reshardable,dp=2,stock"),
-    "f9_0.15.3": ("0.15.3", "hybrid,pao,f=1,fully_reshardable,dp=2,stock"),
-    "moe_0.16.1": ("0.16.1", "fused,nopao,moe,fully_reshardable,dp=2,ep=2,stock"),
-    "tp2_0.16.1": ("0.16.1", "fused,nopao,fully_reshardable,dp=1,tp=2,stock"),
+    "f9_0.15.3": ("0.15.3", "hybrid,pao,f=1,fully_reshardable,1bucket,dp=2,stock"),
+    "tp2_dp_0.16.1": ("0.16.1", "fused,nopao,dp_reshardable,1bucket,dp=2,tp=2,stock"),
+    "tp2_full_0.16.1": ("0.16.1", "fused,nopao,fully_reshardable,1bucket,dp=2,tp=2,stock"),
+    "moe_dp_0.19.2": ("0.19.2", "fused,nopao,moe,dp_reshardable,1bucket,dp=2,ep=2,stock"),
+    "moe_full_0.19.2": ("0.19.2", "fused,nopao,moe,fully_reshardable,1bucket,dp=2,ep=2,stock"),
 }
 
 

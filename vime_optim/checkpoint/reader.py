@@ -85,7 +85,7 @@ class Checkpoint:
         path = self.path / name
         if not path.exists() and not path.is_symlink():
             return None
-        descriptor = self._open(name)
+        descriptor = self.open_file(name)
         size = os.fstat(descriptor).st_size
         if size > limit_bytes:
             raise CheckpointError(
@@ -153,7 +153,7 @@ class Checkpoint:
 
     # -- files and items
 
-    def _open(self, name: str) -> int:
+    def open_file(self, name: str) -> int:
         """Descriptor of a plain file directly in the directory; links are refused."""
         if name in self._descriptors:
             self._descriptors.move_to_end(name)
@@ -191,7 +191,7 @@ class Checkpoint:
                 where=f"{self.path}: {key[:200]}",
                 next_step="The save did not finish, or .metadata is damaged; use another one.",
             )
-        descriptor = self._open(location.file)
+        descriptor = self.open_file(location.file)
         size = os.fstat(descriptor).st_size
         if location.offset_bytes + location.length_bytes > size:
             raise CheckpointError(
@@ -340,7 +340,7 @@ class Checkpoint:
         start = sum(a * step for (a, _), step in zip(local, strides, strict=True))
         extent = 1 + sum((b - a - 1) * step for (a, b), step in zip(local, strides, strict=True))
         itemsize = view.dtype.itemsize
-        descriptor = self._open(place.file)
+        descriptor = self.open_file(place.file)
         at = layout.start_bytes + start * itemsize
         if extent == view.size and layout.strides_elem is None and view.flags.c_contiguous:
             _read_into(descriptor, at, view.reshape(-1), entry.key)
