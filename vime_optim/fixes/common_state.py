@@ -13,6 +13,7 @@ Remove when: no checkpoint of megatron-core 0.15 to 0.18 is left.
 
 from __future__ import annotations
 
+import os
 from types import ModuleType
 from typing import Any
 
@@ -26,16 +27,34 @@ from vime_optim.registry import NEEDED, Diagnosis, Fix, Hit, Target, not_underst
 def _wrap_load_common(original: Any, hit: Hit) -> Any:
     def load_common(*args: Any, **kwargs: Any) -> Any:
         hit()
-        from vime_optim.checkpoint.inert import inert_class
-        from vime_optim.checkpoint.safe_load import OPTIMIZER_CLASSES
-
-        stand_ins = [(inert_class(name), name) for name in OPTIMIZER_CLASSES]
-        with torch.serialization.safe_globals(stand_ins):  # type: ignore[arg-type]
+        # Positional in a method and in a function alike: the directory is the last of the two.
+        directory = kwargs.get("checkpoint_dir", args[-1] if args else "")
+        stand_ins = _stand_ins(os.path.join(str(directory), "common.pt"))
+        with torch.serialization.safe_globals(stand_ins):
             state = original(*args, **kwargs)
         mend_common_state(state)
         return state
 
     return load_common
+
+
+def _stand_ins(path: str) -> list[Any]:
+    """(placeholder, dotted name) for the optimizer classes that a common state may name.
+
+    A run may use an optimizer class that nobody foresaw, so the file is asked (its pickle is read,
+    not run) what it names beyond what torch and Megatron allow. A placeholder does nothing; one
+    that turns up anywhere but as an option of a param group is refused afterwards.
+    """
+    from vime_optim.checkpoint.inert import inert_class
+    from vime_optim.checkpoint.safe_load import OPTIMIZER_CLASSES
+
+    names = set(OPTIMIZER_CLASSES)
+    if os.path.isfile(path):
+        try:
+            names |= set(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+        except Exception:
+            pass  # not a file of torch.save: Megatron's own read says so better
+    return [(inert_class(name), name) for name in sorted(names)]
 
 
 def mend_common_state(state: Any) -> list[str]:
@@ -45,11 +64,32 @@ def mend_common_state(state: Any) -> list[str]:
         The dotted paths that were removed.
 
     Raises:
-        CheckpointError: its param state holds more than steps, which cannot be dropped.
+        CheckpointError: it names a class outside of its param groups, or its param state holds
+            more than steps: neither can be dropped.
     """
-    from vime_optim.checkpoint.safe_load import strip_classes
+    return _strip_classes(state) + _strip_param_state(state, "", 6)
 
-    return strip_classes(state) + _strip_param_state(state, "", 6)
+
+def _strip_classes(state: Any) -> list[str]:
+    from vime_optim.checkpoint.inert import Inert, is_inert_class
+    from vime_optim.checkpoint.safe_load import walk
+
+    removed = []
+    for parent, key, item, path in walk(state):
+        if is_inert_class(item) and isinstance(parent, dict) and "param_groups" in path:
+            removed.append(path)
+            del parent[key]
+        elif is_inert_class(item) or isinstance(item, Inert):
+            raise CheckpointError(
+                "the common state names a class that weights_only does not allow",
+                where=path,
+                got=repr(item),
+                expected="plain values; classes only as options of param groups, where they are"
+                " dropped",
+                next_step="if you trust the checkpoint, allow this very class with"
+                " torch.serialization.add_safe_globals; nothing was run",
+            )
+    return removed
 
 
 def _strip_param_state(state: Any, path: str, depth: int) -> list[str]:
