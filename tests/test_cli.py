@@ -22,7 +22,7 @@ COMMANDS = {"verify", "plan", "inspect", "diff", "repair", "export", "import", "
 
 VERIFY_FLAGS = {
     *("--phase", "--dir", "--megatron", "--device", "--stock", "--json", "--timeout"),
-    *("--num-steps", "--more-steps", "--save-interval", "--ckpt-step", "--async"),
+    *("--num-steps", "--more-steps", "--save-interval", "--ckpt-step", "--async", "--via-training"),
     *("--optimizer", "--no-offload", "--offload-fraction", "--no-pao", "--exp-avg-dtype"),
     *("--exp-avg-sq-dtype", "--no-remainders", "--sharding"),
     *("--nproc", "--load-nproc", "--tp", "--pp", "--ep", "--load-tp", "--load-pp", "--load-ep"),

@@ -13,6 +13,7 @@ A case has a compact spelling that `Case.parse` reads and `Case.name` writes, fo
 - ``1bucket``: one bucket instead of several. With several padded ones, stock megatron-core writes
   shifted values into fully_reshardable checkpoints, so compare its other faults with one,
 - ``stock`` (without vime_optim.install()), ``model-only`` (load the weights alone),
+- ``training`` (save and load through megatron.training.checkpointing, since 0.17),
 - ``async=forked`` or ``async=persistent``; ``steps=``, ``more=``, ``every=`` (save interval).
 """
 
@@ -75,6 +76,7 @@ class Case:
     install: bool = True
     model_only: bool = False
     async_mode: str = "off"
+    via_training: bool = False
     num_steps: int = 3
     more_steps: int = 2
     save_interval: int | None = None
@@ -88,6 +90,8 @@ class Case:
         _one_of("the sharding type", self.sharding, (*SHARDINGS, None))
         _one_of("the async mode", self.async_mode, ASYNC_MODES)
         _one_of("the kind of MoE", self.moe, MOE_KINDS)
+        if self.via_training and self.async_mode != "off":
+            raise VerifyError("an async save through megatron.training is not among the cases")
         if self.num_steps < 1 or self.more_steps < 0:
             raise VerifyError(
                 "a verify case needs at least one step before the save",
@@ -130,7 +134,7 @@ class Case:
         words += ["1bucket"] * self.one_bucket
         if self.async_mode != "off":
             words.append(f"async={self.async_mode}")
-        words += ["model-only"] * self.model_only
+        words += ["model-only"] * self.model_only + ["training"] * self.via_training
         for word, value, default in (
             ("steps", self.num_steps, 3),
             ("more", self.more_steps, 2),
@@ -228,6 +232,7 @@ _FLAGS: dict[str, tuple[str, Any]] = {
     "1bucket": ("one_bucket", True),
     "stock": ("install", False),
     "model-only": ("model_only", True),
+    "training": ("via_training", True),
 }
 _NUMBERS = {
     "steps": "num_steps",

@@ -67,6 +67,11 @@ def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
         sizes.add_argument(f"--{size}", type=int, default=1)
         sizes.add_argument(f"--load-{size}", type=int)
 
+    add(
+        "--via-training",
+        action="store_true",
+        help="through megatron.training's save_checkpoint and load_checkpoint (0.17 and newer)",
+    )
     model = parser.add_argument_group("model")
     model.add_argument("--moe", action="store_true", help="4 experts, top 2")
     model.add_argument("--tied", action="store_true", help="output layer shares the embedding")
@@ -125,6 +130,7 @@ def case_from_arguments(args: argparse.Namespace) -> Case:
         one_bucket=args.one_bucket,
         install=not args.stock,
         async_mode=args.async_mode,
+        via_training=args.via_training,
         num_steps=args.num_steps,
         more_steps=args.more_steps,
         save_interval=args.save_interval,

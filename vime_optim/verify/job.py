@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from vime_optim.verify import checkpoint, transplant
+from vime_optim.verify import checkpoint, training, transplant
 from vime_optim.verify.capture import capture, chained
 from vime_optim.verify.case import Backend, Case
 from vime_optim.verify.model import Job, build
@@ -37,7 +37,10 @@ def save(payload: dict[str, Any]) -> dict[str, Any]:
         if job.iteration in case.save_steps:
             _capture(payload, job, f"saved_{job.iteration}")
             schedule = None if queue is None else queue.schedule_async_request
-            checkpoint.save(job, directory, schedule)
+            if case.via_training:
+                training.save(job, directory)
+            else:
+                checkpoint.save(job, directory, schedule)
 
     train(job, case.total_steps, after_step)
     if queue is not None:
@@ -49,7 +52,8 @@ def save(payload: dict[str, Any]) -> dict[str, Any]:
 def resume(payload: dict[str, Any]) -> dict[str, Any]:
     """Build with another seed, load, capture, train the steps that are left, capture."""
     case, job = _start(payload, loading=True)
-    facts = checkpoint.load(job, Path(payload["directory"]), payload["step"])
+    load = training.load if case.via_training else checkpoint.load
+    facts = load(job, Path(payload["directory"]), payload["step"])
     facts["memory"] = _capture(payload, job, "loaded")
     train(job, case.total_steps)
     return {**facts, **_finish(payload, job, "resumed")}
