@@ -9,7 +9,13 @@ import importlib
 from typing import Any
 
 _NAMES = {
+    "diff_checkpoints": "vime_optim.checkpoint.diff",
+    "export_checkpoint": "vime_optim.checkpoint.export",
+    "import_checkpoint": "vime_optim.checkpoint.importer",
+    "inspect_checkpoint": "vime_optim.checkpoint.inspect",
     "load_common": "vime_optim.checkpoint.safe_load",
+    "load_safetensors": "vime_optim.checkpoint.safetensors_io",
+    "repair_checkpoint": "vime_optim.checkpoint.repair",
     "save_common": "vime_optim.checkpoint.safe_load",
     "strip_classes": "vime_optim.checkpoint.safe_load",
 }

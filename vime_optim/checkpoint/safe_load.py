@@ -41,6 +41,7 @@ DEFAULT_LIMIT_BYTES = 256 * 1024 * 1024
 """Largest common state or sharded object that is read; real ones hold a few megabytes at most."""
 
 _NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
+_CONTAINERS = (dict, list, tuple, set, frozenset, Inert, *_NAMESPACES)
 _DIRECTORY_LIMIT_BYTES = 4 * 1024 * 1024
 
 OPTIMIZER_CLASSES = (
@@ -348,7 +349,7 @@ def walk(value: Any, path: str = "") -> list[tuple[Any, Any, Any, str]]:
     """
     found: list[tuple[Any, Any, Any, str]] = []
     seen: set[int] = set()
-    stack: list[tuple[Any, str]] = [(value, path)]
+    stack: list[tuple[Any, str]] = [(value, path)] if isinstance(value, _CONTAINERS) else []
     while stack:
         parent, prefix = stack.pop()
         if id(parent) in seen:
@@ -366,7 +367,7 @@ def walk(value: Any, path: str = "") -> list[tuple[Any, Any, Any, str]]:
         for key, item in items:
             dotted = f"{prefix}.{key}" if prefix else str(key)
             found.append((parent, key, item, dotted))
-            if isinstance(item, (dict, list, tuple, set, frozenset, Inert, *_NAMESPACES)):
+            if isinstance(item, _CONTAINERS):
                 stack.append((item, dotted))
     return found
 
