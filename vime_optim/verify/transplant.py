@@ -17,7 +17,7 @@ from vime_optim.verify.capture import (
     parameter_states,
     set_rng_state,
 )
-from vime_optim.verify.compare import State, global_index, load_state
+from vime_optim.verify.compare import State, global_index, load_state, round_tied_masters
 from vime_optim.verify.model import GLOBAL_BATCH_SIZE, Job, seed_everything
 
 
@@ -55,7 +55,8 @@ def _write_master(own: ParameterState, value: torch.Tensor) -> None:
             if own.outer_leaf is not own.leaf:
                 own.outer_leaf.data.copy_(value)
     elif stored.dtype == torch.int16:
-        bits = value.view(torch.int32)
+        # The parameters were rounded half to even before: see round_tied_masters.
+        bits = round_tied_masters(value).view(torch.int32)
         stored.copy_((bits & 0xFFFF).to(torch.int32).view(torch.int16)[::2])
         high = (bits.to(torch.int64) >> 16) + (stored < 0).cpu().to(torch.int64)
         own.leaf.data.copy_(high.to(torch.int16).view(torch.bfloat16))
