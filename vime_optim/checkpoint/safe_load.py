@@ -40,6 +40,9 @@ from vime_optim.errors import CheckpointError
 DEFAULT_LIMIT_BYTES = 256 * 1024 * 1024
 """Largest common state or sharded object that is read; real ones hold a few megabytes at most."""
 
+_NEVER_KEPT = frozenset({"builtins", "sys", "os", "posix", "nt", "subprocess", "importlib"})
+"""Modules whose names are refused even as stand-ins; no optimizer class lives there."""
+
 _NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
 _CONTAINERS = (dict, list, tuple, set, frozenset, Inert, *_NAMESPACES)
 _DIRECTORY_LIMIT_BYTES = 4 * 1024 * 1024
@@ -223,8 +226,8 @@ def load_common(
         with open_archive(io.BytesIO(data)) as archive:
             names = set(pickle_globals(read_data_pickle(archive, len(data), limit_bytes)))
         unknown = names - _ALLOWED_NAMES
-        if not keep_unknown_classes:
-            _refuse_unknown(unknown, label)
+        never = {name for name in unknown if name.partition(".")[0] in _NEVER_KEPT}
+        _refuse_unknown(never if keep_unknown_classes else unknown, label)
         with _only_our_globals([(inert_class(name), name) for name in sorted(unknown)]):
             loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         finished = _finish(loaded, {})

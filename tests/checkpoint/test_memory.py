@@ -1,0 +1,89 @@
+"""Every command stays within its budget on a checkpoint larger than the budget."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.synthetic import write_synthetic
+
+MIB = 1 << 20
+BUDGET = 32 * MIB
+
+MEASURE = """
+import json, sys, threading, psutil
+import torch
+from vime_optim.checkpoint import cli, diff, export, importer, inspect, render, repair
+# torch imports part of its writer lazily; that is code, not tensor data
+import torch.distributed.checkpoint.state_dict_saver
+process = psutil.Process()
+start = peak = process.memory_info().rss
+done = threading.Event()
+def sample():
+    global peak
+    while not done.wait(0.002):
+        peak = max(peak, process.memory_info().rss)
+thread = threading.Thread(target=sample)
+thread.start()
+status = cli.main(sys.argv[1:])
+done.set()
+thread.join()
+print(json.dumps({"status": status, "grown": max(peak, process.memory_info().rss) - start}))
+"""
+
+
+def grown_bytes(*arguments: str) -> int:
+    """How much a command's resident set grows, sampled in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["status"] == 0, done.stdout
+    return int(result["grown"])
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two checkpoints of 128 MiB with the same values in another sharding."""
+    root = tmp_path_factory.mktemp("large")
+    shape = (4096, 2048)
+    write_synthetic(root / "a", tensors=4, shape=shape, chunks=(3, 1))
+    write_synthetic(root / "b", tensors=4, shape=shape, chunks=(1, 2))
+    return root / "a", root / "b"
+
+
+def test_the_checkpoint_is_larger_than_the_budget(large: tuple[Path, Path]) -> None:
+    for folder in large:
+        assert sum(path.stat().st_size for path in folder.iterdir()) >= 4 * BUDGET
+
+
+def test_commands_stay_within_their_budget(large: tuple[Path, Path], tmp_path: Path) -> None:
+    a, b = map(str, large)
+    budget = ("--memory-bytes", "32MiB")
+    export, made = str(tmp_path / "export"), str(tmp_path / "made")
+    grown = {
+        "inspect": grown_bytes("inspect", a),
+        "diff": grown_bytes("diff", a, b, *budget),
+        "repair": grown_bytes("repair", a, "--out", str(tmp_path / "r"), "--copy", *budget),
+        "export": grown_bytes("export", a, "--out", export, "--model", *budget),
+        "import": grown_bytes("import", export, "--out", made, *budget),
+    }
+    assert max(grown.values()) <= BUDGET, {k: f"{v / MIB:.1f} MiB" for k, v in grown.items()}
+    assert grown_bytes("diff", a, made, *budget) <= BUDGET
+
+
+def test_the_measurement_sees_a_whole_tensor() -> None:
+    """The limit means something: one tensor read whole is already over it."""
+    script = MEASURE.replace("cli.main(sys.argv[1:])", "len(torch.ones(16 << 20)) * 0")
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=True
+    )
+    assert json.loads(done.stdout.splitlines()[-1])["grown"] > BUDGET
