@@ -12,15 +12,18 @@ numbers depend on what else the machine does.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -214,16 +217,26 @@ def main() -> None:
 
     folder = arguments.folder / f"vime_optim_write_speed_{os.getpid()}"
     folder.mkdir(parents=True)
+    ranks: list[int] = []
     try:
         for rank in range(arguments.ranks):
-            if os.fork() == 0:
-                run_rank(rank, arguments, folder)
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    run_rank(rank, arguments, folder)
+                except BaseException:
+                    traceback.print_exc()
+                os._exit(1)
+            ranks.append(pid)
         for _ in range(arguments.ranks):
             _, status = os.wait()
             if status:
                 raise SystemExit("a rank failed")
         result = summary(json.loads((folder / "report.json").read_text()), arguments)
     finally:
+        for pid in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         shutil.rmtree(folder, ignore_errors=True)
     print(f"{'':34}{'median s':>9}{'GB/s':>8}{'of raw':>8}")
     for name, row in result["rows"].items():

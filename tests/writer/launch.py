@@ -154,6 +154,8 @@ def main(folder: str, scenario: str, arguments: str) -> None:
     world = int(os.environ["VIME_OPTIM_TEST_RANKS"])
     scenarios.prepare()
     children = []
+    if world == 1:  # importing megatron-core may have started CUDA, which survives no fork
+        _run_rank(0, 1, Path(folder), scenario, json.loads(arguments))
     for rank in range(world):
         pid = os.fork()
         if pid == 0:

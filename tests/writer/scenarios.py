@@ -328,3 +328,17 @@ def failures(root: str, names: list[str]) -> dict[str, Any]:
     from tests.writer import failures as module
 
     return module.failures(root, names)
+
+
+def kill_writers(**arguments: Any) -> list[str]:
+    """See tests/writer/campaign.py."""
+    from tests.writer import campaign
+
+    return campaign.kill_writers(**arguments)
+
+
+def kill_rank(**arguments: Any) -> None:
+    """See tests/writer/campaign.py."""
+    from tests.writer import campaign
+
+    campaign.kill_rank(**arguments)

@@ -31,7 +31,7 @@ import xxhash
 CHUNK_BYTES = 8 << 20
 """A digest covers this many bytes of a file (the last one of a file: fewer)."""
 
-_PIECE_BYTES = 512 << 10  # hashed while still in cache, then written
+_PIECE_BYTES = 1 << 20  # hashed, then written while still in cache
 _ALIGNMENT_BYTES = 64  # what torch aligns storages to
 _ZIP64_LIMIT = 0xFFFFFFFF
 _SEE_ZIP64 = 0xFFFFFFFF  # in a 32-bit field: the value is in the zip64 record

@@ -1,0 +1,169 @@
+"""Kills and bit flips in numbers: `python -m tests.writer.campaign --megatron 0.16.1`.
+
+Kills: a writer, a rank, or both, by SIGKILL at random moments of async and sync saves. Afterwards
+every directory is either exact, chunk by chunk, or refused by the load check. Flips: random bits
+and cuts in a checkpoint that was really saved; each has to be named with its file and range.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import tempfile
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.writer.launch import launch, results, tree_of
+
+
+def kill_writers(root: str, points: int, seed: int) -> list[str]:
+    """On every rank: kill a random rank's writer at a random moment, `points` times."""
+    from tests.writer.failures import caught
+    from tests.writer.scenarios import Trainer, check, gathered, rank
+    from vime_optim.writer.loadcheck import find_reason
+
+    draw = random.Random(seed)  # the same on every rank
+    found = []
+    for point in range(points):
+        trainer = Trainer(1 << 18, persistent=point % 4 == 3)
+        trainer.step()
+        victim, delay_s = draw.randrange(2), draw.uniform(0, 0.06)
+        directory, expected = trainer.save(Path(root) / f"point{point}")
+        worker = trainer.worker()
+        if rank() == victim:
+            time.sleep(delay_s)
+            os.kill(worker.pid, signal.SIGKILL)
+        raised = caught(trainer.finalize)
+        kinds = set(gathered(raised["type"]))
+        torch.distributed.barrier()
+        reason = find_reason(str(directory))
+        if kinds == {None} and reason is None:
+            found.append("wrong" if check(directory, expected) else "exact")
+        elif kinds == {"WriterError"} and reason is not None and raised["seconds"] < 60:
+            found.append("raised on every rank, load refused")
+        else:
+            found.append(f"BAD: {kinds}, load: {reason}, {raised['seconds']:.1f} s")
+    return found
+
+
+def kill_rank(root: str, delay_s: float, is_async: bool, persistent: bool) -> None:
+    """Rank 1 dies `delay_s` into a series of saves; each save's truth is written down first."""
+    from tests.writer.readback import snapshot
+    from tests.writer.scenarios import Trainer, rank
+
+    trainer = Trainer(1 << 18, persistent=persistent)
+    trainer.step()
+    if rank() == 1:
+        threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    for _ in range(4):
+        truth = Path(root) / f"truth_{trainer.iteration:07d}_{rank()}.pt"
+        torch.save(snapshot(trainer.state()), truth)
+        trainer.save(root, is_async=is_async)
+        trainer.step()
+        trainer.finalize()
+
+
+def judge_directories(root: Path) -> Counter[str]:
+    from tests.writer.readback import differences
+    from vime_optim.writer.loadcheck import find_reason
+
+    found: Counter[str] = Counter()
+    for directory in sorted(root.glob("iter_*")):
+        if find_reason(str(directory)) is not None or not (directory / "metadata.json").exists():
+            found["refused"] += 1
+            continue
+        number = directory.name.removeprefix("iter_")
+        wrong = [
+            key
+            for path in root.glob(f"truth_{number}_*.pt")
+            for key in differences(directory, torch.load(path, weights_only=True))
+        ]
+        found["WRONG" if wrong else "exact"] += 1
+    return found
+
+
+def kill_ranks(tree: Path, points: int, seed: int) -> Counter[str]:
+    draw = random.Random(seed)
+    found: Counter[str] = Counter()
+    for point in range(points):
+        with tempfile.TemporaryDirectory() as root:
+            arguments = {
+                "root": root,
+                "delay_s": draw.uniform(0, 1.0),
+                "is_async": point % 3 != 0,
+                "persistent": point % 3 == 2,
+            }
+            outcomes = launch(tree, "kill_rank", world=2, arguments=arguments, timeout_s=60)
+            found["launches"] += 1
+            found["survivors that raised"] += sum("error" in outcome for outcome in outcomes)
+            found += judge_directories(Path(root))
+    return found
+
+
+def flip_bits(tree: Path, count: int, seed: int) -> Counter[str]:
+    """Flip or cut `count` times in one saved checkpoint, each on its own."""
+    from vime_optim.writer.manifest import verify_directory
+
+    found: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as root:
+        cases = {"root": root, "cases": [{"rounds": 1, "persistent": False, "numel": 4096}]}
+        results(launch(tree, "exact", world=2, arguments=cases))
+        [directory] = Path(root).glob("*/iter_*")
+        draw = random.Random(seed)
+        files = sorted(p for p in directory.iterdir() if p.stat().st_size)
+        for _ in range(count):
+            path = draw.choice(files)
+            original = path.read_bytes()
+            position = draw.randrange(len(original))
+            cut = draw.random() < 0.1
+            changed = bytearray(original[:position] if cut else original)
+            if not cut:
+                changed[position] ^= 1 << draw.randrange(8)
+            path.write_bytes(bytes(changed))
+            kind = f"{'cut' if cut else 'flip'} in {path.suffix or path.name}"
+            found[f"{kind}: {_named(directory, path, position, verify_directory)}"] += 1
+            path.write_bytes(original)
+    return found
+
+
+def _named(directory: Path, path: Path, position: int, verify: Any) -> str:
+    from vime_optim.errors import CheckpointError
+    from vime_optim.writer.manifest import MANIFEST_NAME
+
+    try:
+        problems = verify(directory).problems
+    except CheckpointError:
+        return "named" if path.name == MANIFEST_NAME else "WRONG FILE"
+    hits = [p for p in problems if p.file == path.name and p.start <= position < max(p.end, 1)]
+    if not problems:
+        return "MISSED"
+    return "named" if hits and {p.file for p in problems} == {path.name} else "WRONG PLACE"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--megatron", default="0.16.1")
+    parser.add_argument("--writer-kills", type=int, default=20)
+    parser.add_argument("--rank-kills", type=int, default=10)
+    parser.add_argument("--flips", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=1)
+    given = parser.parse_args()
+    tree = tree_of(given.megatron)
+    with tempfile.TemporaryDirectory() as root:
+        arguments = {"root": root, "points": given.writer_kills, "seed": given.seed}
+        kills = results(launch(tree, "kill_writers", arguments=arguments, timeout_s=300))[0]
+    print("writers killed:", json.dumps(Counter(kills)), flush=True)
+    print("flips:", json.dumps(flip_bits(tree, given.flips, given.seed), indent=1), flush=True)
+    print("ranks killed:", json.dumps(kill_ranks(tree, given.rank_kills, given.seed)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
