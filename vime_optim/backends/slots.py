@@ -138,6 +138,11 @@ class RemainderSlot(Slot):
     def write_and_compare(self, value: torch.Tensor) -> bool:
         """Store a master (float32), or bare remainders (int16) as dp_reshardable keeps them.
 
+        Exact whenever the bfloat16 parameter is the master rounded as Transformer Engine rounds:
+        half away from zero. A parameter that was rounded half to even (by torch, under another
+        backend) cannot code a master that lies exactly between two parameters; there the
+        parameter stays and the master loses one unit in its last place.
+
         Returns:
             True when that changed a bit of the bfloat16 parameter.
         """
@@ -147,14 +152,15 @@ class RemainderSlot(Slot):
         bits = value.detach().to(device=self.tensor.device, dtype=torch.float32)
         bits = bits.contiguous().view(torch.int32)
         remainder = bits.to(torch.int16)  # keeps the low 16 bits
-        high = (bits >> 16) + (remainder < 0).to(torch.int32)
-        self.tensor.detach().copy_(remainder)
-        # The parameter's bits are half of the code. They already hold this value in a checkpoint
-        # of this backend; from another one they may differ by a rounding of a tie.
+        wanted = ((bits >> 16) + (remainder < 0).to(torch.int32)).to(torch.int16)
         stored = self.param.detach().view(torch.int16)
-        wanted = high.to(torch.int16)
+        between = (remainder == -0x8000) & (wanted - stored == 1)
+        remainder.masked_fill_(between, 0x7FFF)
+        wanted = torch.where(between, stored, wanted)
+        self.tensor.detach().copy_(remainder)
         moved = not torch.equal(stored, wanted)
         if moved:
+            # Not the parameters that belong to these masters: the masters decide.
             stored.copy_(wanted)
         return moved
 

@@ -185,3 +185,5 @@ def apply(patches: Patches) -> None:
                 patches.set(module, name, value)
     for name in ("range_push", "range_pop", "mark"):
         patches.set(torch.cuda.nvtx, name, _no_op())
+    # The real one refuses a simulated stream before a mode could answer; streams run in order.
+    patches.set(torch.Tensor, "record_stream", _no_op())

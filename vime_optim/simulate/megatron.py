@@ -43,6 +43,7 @@ def prepare(optimizer: Literal["torch", "te"]) -> None:
     core = _import_megatron()
     distributed = importlib.import_module("megatron.core.distributed")
     wrap_megatron_hooks(distributed.DistributedDataParallel)
+    _complete_router()
     if optimizer == "te":
         _use_stand_in(core)
     else:
@@ -62,6 +63,13 @@ def _import_megatron() -> dict[str, types.ModuleType]:
                 ("config", ".optimizer_config"),
             )
         }
+
+
+def _complete_router() -> None:
+    """Before 0.17 the MoE router reads a name that is only imported with Transformer Engine."""
+    utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(utils, "te_general_gemm"):
+        utils.te_general_gemm = None  # type: ignore[attr-defined]
 
 
 def _use_torch(core: dict[str, types.ModuleType]) -> None:

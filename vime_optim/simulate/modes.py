@@ -209,10 +209,6 @@ def _set_grad(tensor: torch.Tensor, grad: torch.Tensor | None) -> None:
     tensor.grad = grad
 
 
-def _record_stream(tensor: torch.Tensor, stream: object) -> None:
-    """Nothing to record: the simulated streams run in order."""
-
-
 class DeviceArguments(TorchFunctionMode):
     """Answers calls that name, read or change a device."""
 
@@ -225,7 +221,6 @@ class DeviceArguments(TorchFunctionMode):
             torch.Tensor.pin_memory: _pin_memory,
             torch.Tensor.is_pinned: _is_pinned,
             torch.Tensor.type: _type,
-            torch.Tensor.record_stream: _record_stream,
             torch.Tensor.numpy: _refuse_device(torch.Tensor.numpy),
             torch.Tensor.__array__: _refuse_device(torch.Tensor.__array__),
             torch.Tensor.grad.__set__: _set_grad,  # type: ignore[union-attr]

@@ -150,12 +150,11 @@ class CaseRun:
         """Load in fresh ranks, train on, and compare with what the first run did."""
         results = self.phase("resume", step)
         self.outcome.facts.update(_facts(results))
-        loaded_skips = {"grad"} | ({"model-only"} if self.case.model_only else set())
         case = self.case
         if case.model_only:
             self._compare("loaded", f"saved_{step}", "loaded", only={"model"})
         else:
-            self._compare("loaded", f"saved_{step}", "loaded", skip=loaded_skips | self._rng_skip())
+            self._compare("loaded", f"saved_{step}", "loaded", skip={"grad"} | self._rng_skip())
         if case.same_layout and case.same_backend and not case.model_only:
             has_own = (self.place.captures / "continuous").is_dir()
             self._compare("resumed", "continuous" if has_own else "after_save", "resumed")

@@ -52,7 +52,9 @@ def _write_master(own: ParameterState, value: torch.Tensor) -> None:
     if stored is None:
         if own.leaf.dtype == torch.float32:
             own.leaf.data.copy_(value)
-            if own.outer_leaf is not own.leaf:
+            # A 16-bit outer leaf is the model's own shard, which is set already and may have been
+            # rounded in another way.
+            if own.outer_leaf is not own.leaf and own.outer_leaf.dtype == torch.float32:
                 own.outer_leaf.data.copy_(value)
     elif stored.dtype == torch.int16:
         # The parameters were rounded half to even before: see round_tied_masters.
