@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vime_optim.errors import VerifyError
-from vime_optim.verify.compare import State, assemble, compare, load_state
+from vime_optim.verify.compare import State, assemble, compare, load_state, round_tied_masters
 
 
 def _part(key: str, global_shape: tuple[int, ...], offset: tuple[int, ...], shape: Any) -> Any:
@@ -112,6 +112,16 @@ def test_one_rounding_may_be_allowed() -> None:
 
     assert compare(_state(values), _state(rounded), round_to_got=True) == []
     assert compare(_state(values), _state(wrong), round_to_got=True)[0].count == 1
+
+
+def test_a_master_between_two_bf16_values_may_lose_its_last_bit_to_a_remainder() -> None:
+    bits = torch.tensor([0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF], dtype=torch.int32)
+    master = bits.view(torch.float32)  # half to even: the first goes down, the second up
+
+    got = round_tied_masters(master).view(torch.int32)
+
+    expected = [0x3F807FFF, 0x3F818000, 0x3F808001, 0x3F807FFF]
+    assert got.tolist() == expected
 
 
 def test_scalars_and_generators_are_compared() -> None:
