@@ -1,0 +1,236 @@
+"""A real Megatron job of a given size: GPT, DDP, distributed optimizer, two cheap steps.
+
+Gradients are random numbers written into the gradient buffer, so that no forward pass is needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vime_optim.verify.capture import ParameterState, chained, model_metadata, parameter_states
+from vime_optim.verify.case import Backend
+
+
+@dataclass(frozen=True)
+class Size:
+    """Sizes of a GPT with SwiGLU, in elements."""
+
+    hidden: int
+    ffn: int
+    layers: int
+    heads: int
+    vocab: int
+
+
+SIZES = {
+    "2m": Size(128, 352, 4, 4, 4000),
+    "45m": Size(512, 1408, 8, 8, 18000),
+    "0.1b": Size(768, 2112, 8, 12, 32000),
+    "0.2b": Size(1024, 2816, 10, 16, 32000),
+    "0.6b": Size(1536, 4224, 17, 12, 32000),
+    "1.2b": Size(2048, 5632, 21, 16, 32000),
+    "2.4b": Size(2560, 7040, 28, 20, 32000),
+    "4b": Size(3072, 8448, 33, 24, 32000),
+}
+
+#: Word on the command line to backend; `hybrid` is HybridDeviceOptimizer, `fused` is FusedAdam.
+BACKENDS = {
+    "hybrid": Backend("hybrid", 1.0, True),
+    "hybrid-half": Backend("hybrid", 0.5, True),
+    # Stock megatron-core cannot load fully_reshardable with remainders, on any release.
+    "fused": Backend("fused", 0.0, True, remainders=False),
+    "fused-rem": Backend("fused", 0.0, True, remainders=True),
+    "fused-nopao": Backend("fused", 0.0, False),
+}
+
+
+@dataclass
+class Job:
+    """One rank's model and optimizer."""
+
+    ddp: Any
+    gpt: Any
+    optimizer: Any
+
+
+def build(size: Size, backend: Backend, *, simulated: bool) -> Job:
+    """Build and train for two steps. Model parallelism must be initialized, without TP and PP."""
+    from megatron.core import tensor_parallel
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.optimizer import get_megatron_optimizer
+    from megatron.core.transformer.module import Float16Module
+
+    torch.manual_seed(1234)
+    tensor_parallel.model_parallel_cuda_manual_seed(1234)
+    config = _transformer_config(size, simulated)
+    gpt = GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm"),
+        vocab_size=size.vocab,
+        max_sequence_length=128,
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="rope",
+    )
+    device = torch.device("cuda", torch.cuda.current_device())
+    for tensor in (*gpt.parameters(), *gpt.buffers()):
+        tensor.data = tensor.data.to(device)
+    ddp = DistributedDataParallel(
+        config=config,
+        ddp_config=DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=True,
+            # One bucket: with several padded ones stock fully_reshardable files are wrong.
+            overlap_grad_reduce=False,
+        ),
+        module=Float16Module(config, gpt),
+    )
+    job = Job(ddp, gpt, get_megatron_optimizer(_optimizer_config(backend), [ddp]))
+    for _ in range(2):
+        step(job)
+    return job
+
+
+def step(job: Job) -> None:
+    """One optimizer step with random gradients; ranks need not agree on what they do not own."""
+    for buffer in job.ddp.buffers:
+        buffer.grad_data.normal_(std=1e-3)
+    job.optimizer.step()
+    job.ddp.zero_grad_buffer()
+
+
+def _transformer_config(size: Size, simulated: bool) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return TransformerConfig(
+        num_layers=size.layers,
+        hidden_size=size.hidden,
+        num_attention_heads=size.heads,
+        ffn_hidden_size=size.ffn,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        use_cpu_initialization=simulated,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+    )
+
+
+def _optimizer_config(backend: Backend) -> Any:
+    from megatron.core.optimizer import OptimizerConfig
+
+    values: dict[str, Any] = {
+        "optimizer": "adam",
+        "lr": 1e-3,
+        "weight_decay": 0.01,
+        "bf16": True,
+        "params_dtype": torch.bfloat16,
+        "use_distributed_optimizer": True,
+        "use_precision_aware_optimizer": backend.pao,
+        "store_param_remainders": backend.remainders,
+        "optimizer_cpu_offload": backend.optimizer == "hybrid",
+        "optimizer_offload_fraction": backend.offload_fraction,
+        "overlap_cpu_optimizer_d2h_h2d": backend.optimizer == "hybrid",
+    }
+    known = {field.name for field in dataclasses.fields(OptimizerConfig)}
+    return OptimizerConfig(**{name: value for name, value in values.items() if name in known})
+
+
+def sharded_state(job: Job, sharding: str, *, is_loading: bool) -> dict[str, Any]:
+    """Weights and optimizer as Megatron's training hands them to dist_checkpointing."""
+    metadata = model_metadata()
+    metadata["distrib_optim_sharding_type"] = sharding
+    if sharding == "fully_reshardable":
+        metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
+    state: dict[str, Any] = {"iteration": 2, "model": job.gpt.sharded_state_dict(metadata=metadata)}
+    state["optimizer"] = job.optimizer.sharded_state_dict(
+        state, is_loading=is_loading, metadata=metadata
+    )
+    return state
+
+
+def state_tensors(job: Job) -> Iterator[tuple[str, torch.Tensor]]:
+    """The optimizer's own tensors: moments, and masters where they are tensors of their own."""
+    for number, state in enumerate(parameter_states(job.optimizer)):
+        if _master_is_leaf(state):
+            yield f"{number}.master", state.leaf.detach()
+        for kind, tensor in state.stored.items():
+            if kind != "step":
+                yield f"{number}.{kind}", tensor.detach()
+
+
+def _master_is_leaf(state: ParameterState) -> bool:
+    same = state.master.data_ptr() == state.leaf.data_ptr()
+    return same and state.leaf.dtype == torch.float32
+
+
+def own_and_held_bytes(job: Job) -> tuple[int, int]:
+    """Bytes of the optimizer's tensors, and of the storages that they keep alive."""
+    own = held = 0
+    seen: set[int] = set()
+    for _, tensor in state_tensors(job):
+        own += tensor.numel() * tensor.element_size()
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            held += storage.nbytes()
+    return own, held
+
+
+def checksums(job: Job) -> dict[str, int]:
+    """Sum of the bits of every state tensor, as integers; cheap, and any lost part changes it."""
+    kinds = {2: torch.int16, 4: torch.int32}
+    return {
+        name: int(tensor.view(kinds[tensor.element_size()]).sum(dtype=torch.int64))
+        for name, tensor in state_tensors(job)
+    }
+
+
+def poison(job: Job) -> None:
+    """Overwrite the state, so that only a load brings it back."""
+    for _, tensor in state_tensors(job):
+        tensor.fill_(7)
+
+
+class Pristine:
+    """The optimizer's state dicts as they are now, to put back after a load that replaces tensors.
+
+    Stock megatron-core swaps in views of what it read, which would count against whoever is
+    measured next.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._states: list[tuple[Any, dict[Any, dict[str, Any]]]] = []
+        self._groups: list[tuple[Any, list[dict[str, Any]]]] = []
+        for member in chained(job.optimizer):
+            outer = member.optimizer
+            for optimizer in (outer, *getattr(outer, "sub_optimizers", ())):
+                states = {param: dict(state) for param, state in optimizer.state.items()}
+                self._states.append((optimizer, states))
+                self._groups.append((optimizer, [dict(g) for g in optimizer.param_groups]))
+
+    def put_back(self) -> None:
+        for optimizer, states in self._states:
+            for param, state in states.items():
+                held = optimizer.state[param]
+                held.clear()
+                held.update(state)
+        for optimizer, groups in self._groups:
+            for group, values in zip(optimizer.param_groups, groups, strict=True):
+                group.clear()
+                group.update(values)

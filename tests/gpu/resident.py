@@ -1,0 +1,254 @@
+"""Ranks that stay alive between launches, for real devices.
+
+Importing torch, Transformer Engine and megatron-core takes 20 s a process there, and the first
+save 8 s more, so that a matrix of cases cannot afford fresh processes. `ResidentLauncher` keeps the
+contract of `vime_optim.verify.launch.Launcher`: each request builds its model and optimizer anew,
+with the fixes installed and removed around it. A rank that fails alone is ended with the others,
+and the next request starts new ones; one case is run in fresh processes beside these.
+
+This file is also the program of a rank: `python resident.py OPTIONS.json RANK`.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+START_TIMEOUT_S = 180.0
+#: After one rank has failed, how long the others may take to fail as well.
+GRACE_S = 5.0
+
+
+class ResidentLauncher:
+    """Two or more ranks of one megatron-core on `device` (cuda, or cpu for a rehearsal)."""
+
+    def __init__(self, tree: Path, device: str, folder: Path, world_size: int = 2) -> None:
+        self._tree = tree
+        self._device = device
+        self._folder = folder
+        self._world_size = world_size
+        self._processes: list[subprocess.Popen[str]] = []
+        self._starts = 0
+
+    def __enter__(self) -> ResidentLauncher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(
+        self,
+        target: str,
+        *,
+        world_size: int,
+        payload: dict[str, Any],
+        out: Path,
+        timeout_s: float = 240.0,
+    ) -> list[Any]:
+        """See `Launcher.run`; `world_size` must be that of this launcher."""
+        from vime_optim.verify.launch import _collect
+
+        if world_size != self._world_size:
+            raise ValueError(f"{world_size} ranks asked of a launcher with {self._world_size}")
+        out.mkdir(parents=True, exist_ok=True)
+        for stale in out.glob("rank*.json"):
+            stale.unlink()
+        self._start()
+        request = json.dumps({"target": target, "payload": payload, "out": str(out)}) + "\n"
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write(request)
+            process.stdin.flush()
+        timed_out = self._wait(out, time.monotonic() + timeout_s)
+        answered = [out / f"rank{rank}.json" for rank in range(world_size)]
+        failed = {
+            str(rank): process.poll() or 0
+            for rank, process in enumerate(self._processes)
+            if process.poll() is not None
+        }
+        if timed_out or failed or not all(path.exists() for path in answered):
+            self.close()
+        return _collect(out, world_size, failed, timed_out, timeout_s)
+
+    def close(self) -> None:
+        """End the ranks and what they started."""
+        for process in self._processes:
+            try:
+                os.killpg(process.pid, 9)
+            except ProcessLookupError:
+                pass
+            process.wait()
+        self._processes = []
+
+    def _start(self) -> None:
+        from vime_optim.verify.launch import rank_environment
+
+        if self._processes:
+            return
+        self._starts += 1
+        home = self._folder / f"start{self._starts}"
+        home.mkdir(parents=True)
+        options = home / "options.json"
+        options.write_text(
+            json.dumps(
+                {
+                    "megatron": str(self._tree),
+                    "device": self._device,
+                    "out": str(home),
+                    "world_size": self._world_size,
+                }
+            )
+        )
+        environment = rank_environment(self._tree, self._device)
+        # Compiled helpers would be compiled anew in every process, and change no result here.
+        environment.update(TORCHDYNAMO_DISABLE="1", CUBLAS_WORKSPACE_CONFIG=":4096:8")
+        for rank in range(self._world_size):
+            with (home / f"rank{rank}.log").open("w") as log:
+                self._processes.append(
+                    subprocess.Popen(
+                        [sys.executable, __file__, str(options), str(rank)],
+                        stdin=subprocess.PIPE,
+                        stdout=log,
+                        stderr=log,
+                        env=environment,
+                        start_new_session=True,
+                        text=True,
+                    )
+                )
+
+    def _wait(self, out: Path, deadline: float) -> bool:
+        """Until every rank has answered, or one has failed and GRACE_S is over; True: too late."""
+        missing = set(range(self._world_size))
+        while missing:
+            for rank in list(missing):
+                path = out / f"rank{rank}.json"
+                ended = self._processes[rank].poll() is not None
+                if path.exists() or ended:
+                    missing.discard(rank)
+                    if ended or "error" in json.loads(path.read_text()):
+                        deadline = min(deadline, time.monotonic() + GRACE_S)
+            if time.monotonic() > deadline:
+                return bool(missing) and not any(
+                    "error" in json.loads(path.read_text()) for path in out.glob("rank*.json")
+                )
+            time.sleep(0.02)
+        return False
+
+
+def main() -> None:
+    """One rank: requests as JSON lines on standard input, answers as files."""
+    options = json.loads(Path(sys.argv[1]).read_text())
+    rank = int(sys.argv[2])
+    sys.path.insert(0, str(ROOT))
+    from vime_optim.verify import rank as rank_module
+
+    rank_module.import_megatron(options["megatron"], options["device"])
+    rank_module._init_process_group(options, rank)
+    keep_model_parallel_groups()
+    for line in sys.stdin:
+        answer(json.loads(line), rank, options["device"])
+    os._exit(0)
+
+
+def answer(request: dict[str, Any], rank: int, device: str) -> None:
+    """Run one request, clean up after it, write the result."""
+    import importlib
+
+    module_name, _, name = request["target"].partition(":")
+    try:
+        choose_adam(request["payload"], name, device)
+        result = getattr(importlib.import_module(module_name), name)(request["payload"])
+        reply = {"result": result}
+    except BaseException as error:
+        traceback.print_exc()
+        reply = {
+            "error": {
+                "type": type(error).__name__,
+                "message": str(error),
+                "traceback": traceback.format_exc(),
+                "time_s": time.time(),
+                "rank": rank,
+            }
+        }
+    clean_up()
+    out = Path(request["out"])
+    partial = out / f"rank{rank}.json.part"
+    partial.write_text(json.dumps(reply))
+    partial.rename(out / f"rank{rank}.json")
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def clean_up() -> None:
+    import torch
+
+    import vime_optim
+
+    vime_optim.uninstall()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+def keep_model_parallel_groups() -> None:
+    """Build Megatron's process groups once for each set of sizes: new NCCL ones take seconds."""
+    from megatron.core import parallel_state
+
+    initialize = parallel_state.initialize_model_parallel
+    current: list[Any] = []
+
+    def initialize_once(**sizes: Any) -> None:
+        if current == [sizes]:
+            return
+        if current:
+            parallel_state.destroy_model_parallel()
+        current[:] = [sizes]
+        initialize(**sizes)
+
+    parallel_state.initialize_model_parallel = initialize_once
+
+
+def choose_adam(payload: dict[str, Any], phase: str, device: str) -> None:
+    """Without Transformer Engine Megatron uses torch's AdamW; make it so for the cases of that."""
+    if device == "cpu":
+        return  # the simulation chooses by itself
+    from vime_optim.simulate import megatron
+
+    core = megatron._import_megatron()
+    if not _REAL:
+        for place, names in _NAMES.items():
+            _REAL[place] = {n: getattr(core[place], n) for n in names if hasattr(core[place], n)}
+    side = "load_backend" if phase in ("resume", "reference") else "backend"
+    if payload["case"][side]["optimizer"] == "torch":
+        megatron._use_torch(core)
+        return
+    for place, values in _REAL.items():
+        for name, value in values.items():
+            setattr(core[place], name, value)
+
+
+_REAL: dict[str, dict[str, Any]] = {}
+_NAMES = {
+    "optimizer": ("Adam", "USING_PYTORCH_OPTIMIZER", "is_te_min_version"),
+    "distrib": (
+        "Adam",
+        "HAVE_APEX_OR_TE",
+        "USING_TE_OPTIMIZER",
+        "USING_APEX_OPTIMIZER",
+        "is_te_min_version",
+    ),
+    "config": ("is_te_min_version",),
+}
+
+
+if __name__ == "__main__":
+    main()
