@@ -75,3 +75,17 @@ def resume(payload: dict[str, Any]) -> dict[str, Any]:
 
     _shrink()
     return job.resume(payload)
+
+
+def load_and_save(payload: dict[str, Any]) -> dict[str, Any]:
+    """Loads `directory` into a fresh job and saves it at once below `saved`."""
+    from pathlib import Path
+
+    from vime_optim.verify import checkpoint, job
+
+    _shrink()
+    _, made = job._start(payload, loading=True)
+    checkpoint.load(made, Path(payload["directory"]), payload["step"])
+    with _fused_adam_named_as_te_names_it():
+        checkpoint.save(made, Path(payload["saved"]), None)
+    return {"iteration": made.iteration}

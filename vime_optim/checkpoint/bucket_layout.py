@@ -110,11 +110,15 @@ class _Finder:
     def __init__(self, checkpoint: Checkpoint, parts: list[_Part], layout: BucketLayout) -> None:
         self._checkpoint, self._parts, self._layout = checkpoint, parts, layout
         self._next = 0
-        self._last_head: tuple[Any, bytes] = (None, b"")
         self._group: Any = None
         self._found: set[int] = set()
         self._used: set[int] = set()
-        self._heads = [self._head(part) for part in parts]
+        # Parts by dtype, length and bytes of their first elements.
+        self._heads: dict[tuple[torch.dtype, int], dict[bytes, list[int]]] = {}
+        for index, part in enumerate(parts):
+            head = self._head(part)
+            kind = (part.entry.dtype, len(head))
+            self._heads.setdefault(kind, {}).setdefault(head, []).append(index)
 
     def place_bucket(self, stem: str, meaning: BucketKey) -> str | None:
         """Fills in the places of one bucket; a reason where it does not work out."""
@@ -151,32 +155,29 @@ class _Finder:
         The part that comes next by Megatron's order needs only to fit; any other one must also be
         the only one that fits.
         """
-        if self._next < len(self._parts) and self._fits(self._next, masters, position):
+        candidates = self._candidates(masters, position)
+        if self._next in candidates and self._same(masters, position, self._parts[self._next]):
             return self._next
-        fitting: list[int] = []
-        for index in range(len(self._parts)):
-            if self._fits(index, masters, position):
-                fitting.append(index)
+        fitting = [i for i in candidates if self._same(masters, position, self._parts[i])]
         return fitting[0] if len(fitting) == 1 else None
 
-    def _fits(self, index: int, masters: TensorEntry, position: int) -> bool:
-        part = self._parts[index]
-        if index in self._used or position + part.chunk.numel > masters.shape[0]:
-            return False
-        head = self._heads[index]
-        here = self._master_head(masters, position, part.entry.dtype)
-        return here[: len(head)] == head and self._same(masters, position, part)
+    def _candidates(self, masters: TensorEntry, position: int) -> list[int]:
+        """Parts that are unplaced, not too long, and begin with the values at `position`."""
+        found = []
+        for (dtype, length), heads in self._heads.items():
+            here = self._read_head(masters, position, dtype)[:length]
+            found += [
+                index
+                for index in heads.get(here, ())
+                if index not in self._used
+                and position + self._parts[index].chunk.numel <= masters.shape[0]
+            ]
+        return found
 
     def _head(self, part: _Part) -> bytes:
         box = next(tiles(part.chunk.sizes, 8))
         moved = tuple((a + o, b + o) for (a, b), o in zip(box, part.chunk.offsets, strict=True))
         return self._checkpoint.read_box(part.entry, moved).tobytes()
-
-    def _master_head(self, masters: TensorEntry, position: int, dtype: torch.dtype) -> bytes:
-        key = (masters.key, position, dtype)
-        if self._last_head[0] != key:
-            self._last_head = (key, self._read_head(masters, position, dtype))
-        return self._last_head[1]
 
     def _read_head(self, masters: TensorEntry, position: int, dtype: torch.dtype) -> bytes:
         stop = min(position + 8, masters.shape[0])

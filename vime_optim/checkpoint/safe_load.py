@@ -9,6 +9,7 @@ classes (they leak into the common state, fault F9) and Megatron's enums become 
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import os
 import pathlib
@@ -272,6 +273,8 @@ def _only_our_globals(more: list[tuple[Any, str]]) -> Iterator[None]:
 
 def _read_file(path: Path, label: str, limit_bytes: int) -> bytes:
     try:
+        if not path.is_file():
+            raise FileNotFoundError(errno.ENOENT, "no such file, or not a plain one")
         size_bytes = path.stat().st_size
         if size_bytes > limit_bytes:
             raise CheckpointError(

@@ -86,6 +86,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         CheckpointError: not a safetensors file, truncated, or hostile.
     """
     try:
+        _require_plain(path)
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             (length,) = struct.unpack("<Q", file.read(8))
@@ -101,6 +102,12 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         raise _broken(path, error) from error
     except RecursionError as error:
         raise _broken(path, error) from error
+
+
+def _require_plain(path: Path) -> None:
+    """Raises ValueError for links, pipes and folders."""
+    if path.is_symlink() or not path.is_file():
+        raise ValueError("no plain file")
 
 
 def _stored(path: Path, name: str, entry: Any, base: int, size: int) -> StoredTensor:
@@ -131,6 +138,7 @@ def read_index(folder: Path) -> dict[str, Any]:
     """
     path = folder / INDEX_NAME
     try:
+        _require_plain(path)
         if path.stat().st_size > INDEX_LIMIT_BYTES:
             raise ValueError(f"{path.stat().st_size} bytes")
         index = json.loads(path.read_bytes())
@@ -156,8 +164,6 @@ def open_tensors(folder: Path) -> dict[str, StoredTensor]:
     found = {}
     for name, file in index["weight_map"].items():
         if file not in files:
-            if (folder / file).is_symlink():
-                raise _broken(folder / file, ValueError("a symbolic link"))
             files[file] = read_header(folder / file)
         if name not in files[file]:
             raise _broken(folder / file, KeyError(name))
