@@ -42,6 +42,21 @@ def test_returns_results_by_rank_and_keeps_logs(launcher: ForkLauncher, tmp_path
     assert all("hello" in (tmp_path / f"rank{r}.log").read_text() for r in range(3))
 
 
+def test_a_relative_folder_of_any_name(
+    launcher: ForkLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    results = launcher.run(
+        TARGETS + "sum_of_ranks",
+        world_size=2,
+        payload={"offset": 0},
+        out=Path(".a folder #1/100%"),
+        timeout_s=60,
+    )
+
+    assert [result["total"] for result in results] == [1, 1]
+
+
 def test_an_exception_is_reported_with_rank_and_traceback(
     launcher: ForkLauncher, tmp_path: Path
 ) -> None:

@@ -164,7 +164,14 @@ def _pieces(job: Job, states: list[ParameterState]) -> Iterator[dict[str, Any]]:
     for state in states:
         grad = state.model_parameter.main_grad.view(-1)[state.start : state.end]
         tensors = {"master": state.master, "grad": grad, **state.tensors}
-        tensors.update({f"{kind}.scale": scale for kind, scale in state.scales.items()})
+        # A float8 tensor applies its own scale; the optimizer's note of it decides nothing.
+        tensors.update(
+            {
+                f"{kind}.scale": scale
+                for kind, scale in state.scales.items()
+                if kind in state.tensors and state.tensors[kind].dtype == torch.float16
+            }
+        )
         scalars: dict[str, Any] = {f"group.{key}": value for key, value in state.group.items()}
         scalars["step"] = state.step
         place = places[id(state.model_parameter)]

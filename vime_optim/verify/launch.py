@@ -290,7 +290,7 @@ def _request(
         "target": target,
         "world_size": world_size,
         "payload": payload,
-        "out": str(out),
+        "out": str(out.absolute()),
         "timeout_s": timeout_s,
         "device": device,
         "megatron": str(tree),

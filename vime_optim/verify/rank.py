@@ -127,8 +127,9 @@ def _init_process_group(request: dict[str, Any], rank: int) -> None:
     if request["device"] == "cuda":
         torch.cuda.set_device(rank)
         backend = "cpu:gloo,cuda:nccl"
-    rendezvous = f"file://{request['out']}/rendezvous"
-    dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=world_size)
+    # Not by URL: a path may hold anything.
+    store = dist.FileStore(f"{request['out']}/rendezvous", world_size)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
 
 def main() -> None:

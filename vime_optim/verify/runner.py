@@ -110,7 +110,7 @@ class CaseRun:
         self, launcher: Launcher, case: Case, directory: Path, timeout_s: float = LAUNCH_TIMEOUT_S
     ) -> None:
         self.case = case
-        self.place = Workplace(directory)
+        self.place = Workplace(directory.absolute())
         self.outcome = Outcome(case)
         self._launcher = launcher
         self._timeout_s = timeout_s
