@@ -48,9 +48,37 @@ def has_buffers(dist_opt: Any) -> bool:
 
 def optimizer_param(dist_opt: Any, model_param: torch.Tensor) -> torch.Tensor:
     """The 1-D shard that the inner optimizer knows `model_param` by."""
+    correct_group_map(dist_opt)
     group_index, order = dist_opt.model_param_group_index_map[model_param]
     param: torch.Tensor = dist_opt.optimizer.param_groups[group_index]["params"][order]
     return param
+
+
+_CORRECTED = "_vime_optim_group_map_corrected"
+
+
+def correct_group_map(dist_opt: Any) -> None:
+    """Make `model_param_group_index_map` say where each parameter is in its param group (F20).
+
+    Megatron counts parameters in the order of the buffers, but lists the float32 ones of a group
+    first. Where a group holds both, states are saved and loaded under another parameter's name.
+    """
+    if dist_opt.__dict__.get(_CORRECTED):
+        return
+    right = {}
+    pairs = zip(dist_opt.model_fp32_groups, dist_opt.model_float16_groups, strict=True)
+    for group_index, (fp32_params, float16_params) in enumerate(pairs):
+        for order, param in enumerate((*fp32_params, *float16_params)):
+            right[param] = (group_index, order)
+    if right.keys() == dist_opt.model_param_group_index_map.keys():
+        dist_opt.model_param_group_index_map = right
+    setattr(dist_opt, _CORRECTED, True)
+
+
+def has_mixed_groups(dist_opt: Any) -> bool:
+    """True when a param group holds both float32 and 16-bit parameters of this rank."""
+    pairs = zip(dist_opt.model_fp32_groups, dist_opt.model_float16_groups, strict=True)
+    return any(fp32_params and float16_params for fp32_params, float16_params in pairs)
 
 
 def owned_params(dist_opt: Any) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:

@@ -179,6 +179,17 @@ def _pinning_or_pageable() -> Iterator[None]:
         torch.Tensor.pin_memory = pin_memory  # type: ignore[method-assign]
 
 
+def _wrap_build_shards(original: Any, hit: Hit) -> Any:
+    def build_model_and_main_param_groups(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        # A shard of a float32 parameter is a view of it, which autograd follows; torch then takes
+        # no such tensor into a new optimizer, and CPU offload builds one. A shard only holds data.
+        hit()
+        with torch.no_grad():
+            return original(cls, *args, **kwargs)
+
+    return build_model_and_main_param_groups
+
+
 def _wrap_set_grads(original: Any, hit: Hit) -> Any:
     def set_sub_optimizer_grads(self: Any) -> None:
         hit()
@@ -229,6 +240,12 @@ FIXES = (
         faults=("F4", "F5"),
         summary="HybridDeviceOptimizer restores every parameter, on its own device and storage",
         targets=(
+            Target(
+                "megatron.core.optimizer.distrib_optimizer",
+                "DistributedOptimizer._build_model_and_main_param_groups",
+                _wrap_build_shards,
+                lambda module, original: NEEDED,
+            ),
             _target("_sync_hdo_param_groups_to_sub_optimizers", _wrap_sync_groups),
             _target("_update_fp32_params_by_new_state", _wrap_update_masters),
             _target("_sync_hdo_state_to_sub_optimizers", _wrap_sync_state),

@@ -3,7 +3,8 @@
 Symptom: save asserts on a 0-dim `step` (F1); a per-rank list of steps in the common state cannot be
 merged (F2); Adam resumes at step 1 (F3); FusedAdam's counter freezes under fractional offload (F4);
 a fresh torch Adam has no step to save, and one tensor is shared by all parameters (F8); state is
-built twice more on load (F18).
+built twice more on load (F18); where a param group holds float32 and 16-bit parameters, states are
+saved under another parameter's name, or the save fails (F20).
 Cause: a counter is handled as if it were a state of the shape of its parameter.
 Changes: param state holds tensors of the parameter's size alone; state_dict() and load_state_dict()
 of the DistributedOptimizer see the inner optimizer's groups without its tensors; the step is read
@@ -22,6 +23,7 @@ import torch
 from vime_optim.backends.groups import groups_only, saved_step, step_into_groups
 from vime_optim.backends.inert import ensure_state
 from vime_optim.backends.kinds import (
+    correct_group_map,
     has_buffers,
     is_native,
     is_precision_aware,
@@ -60,6 +62,7 @@ def _wrap_load_state_dict(original: Any, hit: Hit) -> Any:
         hit()
         groups = _groups_of(state_dict)
         step = saved_step(groups)
+        correct_group_map(self)
         ensure_state(self)
         with groups_only(self) as inner:
             original(self, _with_one_step(state_dict, groups, step, is_native(inner)))
@@ -99,6 +102,7 @@ def _wrap_get(original: Any, hit: Hit) -> Any:
         self: Any, model_param: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         hit()
+        param = optimizer_param(self, model_param)  # first: Megatron's own map may be wrong
         if is_canonical(self):
             return {name: slot.read() for name, slot in slots_of(self, model_param).items()}
         tensors = {
@@ -106,7 +110,6 @@ def _wrap_get(original: Any, hit: Hit) -> Any:
             for name, value in original(self, model_param).items()
             if name != "step" and isinstance(value, torch.Tensor)
         }
-        param = optimizer_param(self, model_param)
         if param.dtype == torch.float32 and _is_fused_master(self):
             # FusedAdam updates a float32 parameter itself; its master_param is stale.
             tensors["param"] = param
@@ -138,7 +141,7 @@ def _target(name: str, wrap: Wrap, *needed: str) -> Target:
 FIXES = (
     Fix(
         id="step",
-        faults=("F1", "F2", "F3", "F4", "F8", "F18"),
+        faults=("F1", "F2", "F3", "F4", "F8", "F18", "F20"),
         summary="step is a counter: kept out of param state, restored from param groups",
         targets=(
             _target("state_dict", _wrap_state_dict),

@@ -115,7 +115,7 @@ def _build_model(case: Case, layout: Layout, device: torch.device) -> Any:
         buffer.data = buffer.data.to(device)
     model = Float16Module(config, gpt)
     if case.fp32_norm:
-        _keep_one_norm_in_fp32(gpt)
+        _keep_input_norms_in_fp32(gpt)
     ddp = DistributedDataParallel(
         config=config,
         ddp_config=DistributedDataParallelConfig(
@@ -193,17 +193,23 @@ def _allow_moe_without_te() -> None:
         moe_utils.te_general_gemm = None
 
 
-def _keep_one_norm_in_fp32(gpt: Any) -> None:
-    """Make the first norm of each stage fp32, as routers and some norms are in real models."""
-    norm = gpt.decoder.layers[0].input_layernorm
-    norm.weight.data = norm.weight.data.float()
-    plain = norm.forward
+def _keep_input_norms_in_fp32(gpt: Any) -> None:
+    """Make the input norms fp32, as routers and some norms are in real models.
 
+    All of them: layers are stacked under one checkpoint key, which has one dtype.
+    """
+    for layer in gpt.decoder.layers:
+        norm = layer.input_layernorm
+        norm.weight.data = norm.weight.data.float()
+        norm.forward = _in_fp32(norm.forward)
+
+
+def _in_fp32(plain: Any) -> Any:
     def forward(x: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
         result: torch.Tensor = plain(x.float(), *rest, **named)
         return result.to(x.dtype)
 
-    norm.forward = forward
+    return forward
 
 
 def optimizer_config(backend: Backend) -> Any:
