@@ -101,7 +101,7 @@ def kill_ranks(tree: Path, points: int, seed: int) -> Counter[str]:
                 "is_async": point % 3 != 0,
                 "persistent": point % 3 == 2,
             }
-            outcomes = launch(tree, "kill_rank", world=2, arguments=arguments, timeout_s=60)
+            outcomes = launch(tree, "kill_rank", world=2, arguments=arguments, timeout_s=150)
             found["launches"] += 1
             found["survivors that raised"] += sum("error" in outcome for outcome in outcomes)
             found += judge_directories(Path(root))

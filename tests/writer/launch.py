@@ -46,7 +46,7 @@ def launch(
     world: int = 2,
     arguments: dict[str, Any] | None = None,
     environment: dict[str, str] | None = None,
-    timeout_s: float = 100.0,
+    timeout_s: float = 300.0,
 ) -> list[dict[str, Any]]:
     """Run one scenario on `world` ranks; each rank's outcome in rank order.
 

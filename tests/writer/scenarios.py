@@ -30,7 +30,7 @@ def prepare() -> None:
     if not ON_CUDA:
         from vime_optim.simulate import megatron
 
-        megatron.prepare("torch")
+        megatron.prepare("te" if os.environ.get("VIME_OPTIM_TEST_ALL") else "torch")
     import megatron.core.dist_checkpointing
 
 
@@ -42,8 +42,20 @@ _installation: Any = None
 
 
 def install_writer_fixes() -> Any:
-    """The fixes of this family alone: what fails here is theirs."""
+    """The fixes of this family alone: what fails here is theirs. All of them where
+    VIME_OPTIM_TEST_ALL is set."""
     global _installation
+    if _installation is None and os.environ.get("VIME_OPTIM_TEST_ALL"):
+        import vime_optim
+        from vime_optim import fixes
+
+        if not any(fix.id.startswith("writer") for fix in fixes.FIXES):
+            from vime_optim.fixes import writer
+
+            fixes.FIXES = (*fixes.FIXES, *writer.FIXES)
+        _installation = vime_optim.install(strict=True)
+        if rank() == 0:
+            print(vime_optim.status(), flush=True)
     if _installation is None:
         from vime_optim.fixes import writer
         from vime_optim.registry import Installation
