@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from vime_optim.errors import VerifyError
 from vime_optim.verify.case import Case
 from vime_optim.verify.launch import LAUNCH_TIMEOUT_S, Launcher, RankFailure, TemplateError
 
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 _JOB = "vime_optim.verify.job:"
 
 
@@ -249,7 +251,8 @@ def record_error(outcome: Outcome, phase: str, error: VerifyError) -> None:
     """Put the failure of a phase into the outcome."""
     outcome.failed_in = phase
     if isinstance(error, RankFailure):
-        outcome.error, outcome.error_type = error.message or error.what, error.error_type
+        plain = _ESCAPES.sub("", error.message).strip()  # torch prints some of its errors in bold
+        outcome.error, outcome.error_type = plain or error.what, error.error_type
         outcome.traceback = error.traceback
     else:
         outcome.error, outcome.error_type = str(error), type(error).__name__
