@@ -134,7 +134,8 @@ def _group_of(optimizer: Any, parameter: torch.Tensor) -> dict[str, Any] | None:
 def _master(owner: Any, leaf: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
     """The fp32 master of a part, wherever this optimizer keeps it; bf16 when it has none yet."""
     stored: torch.Tensor | None = state.get("master_param")
-    if stored is None or stored is leaf:
+    if stored is None or stored is leaf or leaf.dtype == torch.float32:
+        # FusedAdam updates a float32 parameter itself; the master it keeps beside it is stale.
         return leaf.detach()
     if stored.dtype == torch.int16:
         return from_remainder(leaf.detach(), stored)
