@@ -58,11 +58,11 @@ def differences(directory: Path, expected: dict[Chunk, torch.Tensor]) -> list[st
             wrong.append(f"{name} missing")
             continue
         loaded = read_chunk(directory, there[chunk])
-        if loaded.dtype != value.dtype or not _same_bits(loaded.reshape(value.shape), value):
+        if loaded.dtype != value.dtype or not same_bits(loaded.reshape(value.shape), value):
             wrong.append(name)
     return wrong
 
 
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     as_bytes = [x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b)]
     return torch.equal(*as_bytes)
