@@ -55,3 +55,27 @@ def write_synthetic(
     (folder / ".metadata").write_bytes(pickle.dumps(Metadata(entries, {}, places)))
     (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
     torch.save({"iteration": 1}, folder / "common.pt")
+
+
+def write_dcp(folder: Path, tensors: dict[str, torch.Tensor], common: object = None) -> Path:
+    """A checkpoint of whole tensors in one file, and a common state."""
+    folder.mkdir(parents=True)
+    entries, places = {}, {}
+    with (folder / "__0_0.distcp").open("wb") as file:
+        for key, tensor in tensors.items():
+            start = file.tell()
+            buffer = io.BytesIO()
+            torch.save(tensor.clone(memory_format=torch.preserve_format), buffer)
+            file.write(buffer.getbuffer())
+            zeros = torch.Size([0] * tensor.dim())
+            entries[key] = TensorStorageMetadata(
+                TensorProperties(tensor.dtype),
+                tensor.size(),
+                [ChunkStorageMetadata(zeros, tensor.size())],
+            )
+            place = _StorageInfo("__0_0.distcp", start, file.tell() - start)
+            places[MetadataIndex(key, zeros, 0)] = place
+    (folder / ".metadata").write_bytes(pickle.dumps(Metadata(entries, {}, places)))
+    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
+    torch.save({"iteration": 1} if common is None else common, folder / "common.pt")
+    return folder
