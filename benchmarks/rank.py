@@ -8,9 +8,12 @@ short keeps what it has.
 
 from __future__ import annotations
 
+import cProfile
+import functools
 import gc
 import json
 import os
+import pstats
 import shutil
 import sys
 import time
@@ -99,7 +102,6 @@ class Rank:
         }
         if keep:
             self.result["configurations"].append(entry)
-        pristine = state.Pristine(job)
         last_s: dict[str, float] = {}
         for number, name in enumerate(rounds):
             for variant in ORDERS[number % 3]:
@@ -110,20 +112,21 @@ class Rank:
                     entry.setdefault("left_out", []).append(f"{variant}, round {name}")
                     continue
                 turn_began = time.monotonic()
-                turn = self.turn(job, variant, pristine)
+                turn = self.turn(job, variant)
                 last_s[variant] = time.monotonic() - turn_began
                 entry["turns"].append({"round": name, "variant": variant, **turn})
                 self.write()
-        del job, pristine
+        del job
         gc.collect()
         if not self.simulated:
             torch.cuda.empty_cache()
 
-    def turn(self, job: Any, variant: str, pristine: Any) -> dict[str, Any]:
+    def turn(self, job: Any, variant: str) -> dict[str, Any]:
         """One save and one load by one variant, each phase measured on all ranks."""
         import torch
 
         import vime_optim
+        from benchmarks.state import own_storages
 
         directory = self.folder / "checkpoint"
         if self.number == 0:
@@ -143,8 +146,8 @@ class Rank:
                     break
                 turn[part] = by_phase([phases for phases, _ in everyone])
         finally:
-            pristine.put_back()
             vime_optim.uninstall()
+            own_storages(job)
             gc.collect()
         torch.distributed.barrier()
         if self.number == 0:
@@ -161,7 +164,10 @@ class Rank:
         from benchmarks.state import sharded_state
 
         state, build = self.meter.phase(
-            lambda: sharded_state(job, sharding_of(variant), is_loading=False)
+            self.profiled(
+                f"build {variant}",
+                lambda: sharded_state(job, sharding_of(variant), is_loading=False),
+            )
         )
         strategy = FullyParallelSaveStrategyWrapper(
             get_default_save_sharded_strategy("torch_dist"),
@@ -169,12 +175,30 @@ class Rank:
         )
         metadata = {"distrib_optim_sharding_type": sharding_of(variant)}
         _, write = self.meter.phase(
-            lambda: dist_checkpointing.save(
-                state, str(directory), strategy, content_metadata=metadata
+            self.profiled(
+                f"write {variant}",
+                lambda: dist_checkpointing.save(
+                    state, str(directory), strategy, content_metadata=metadata
+                ),
             )
         )
         stored = sum(path.stat().st_size for path in directory.iterdir())
         return {"build": build.to_dict(), "write": write.to_dict(), "stored_bytes": stored}
+
+    def profiled(self, name: str, work: Callable[[], Any]) -> Callable[[], Any]:
+        """With --profile, `work` under cProfile; the profile goes beside the logs."""
+        if not self.options["profile"] or self.number:
+            return work
+
+        def run() -> Any:
+            profile = cProfile.Profile()
+            result = profile.runcall(work)
+            path = Path(self.options["out"]) / f"profile_{name.replace(' ', '_')}.txt"
+            with path.open("w") as file:
+                pstats.Stats(profile, stream=file).sort_stats("cumtime").print_stats(45)
+            return result
+
+        return run
 
     def load(self, job: Any, variant: str, directory: Path) -> dict[str, Any]:
         import torch
@@ -187,7 +211,12 @@ class Rank:
         template, build = self.meter.phase(
             lambda: state.sharded_state(job, sharding_of(variant), is_loading=True)
         )
-        loaded, read = self.meter.phase(lambda: dist_checkpointing.load(template, str(directory)))
+        loaded, read = self.meter.phase(
+            self.profiled(
+                f"read {variant}",
+                functools.partial(dist_checkpointing.load, template, str(directory)),
+            )
+        )
         del template
 
         def restore() -> None:
@@ -209,6 +238,7 @@ class Rank:
             "held_bytes": held,
             "states": len(expected),
             "wrong_states": len(wrong),
+            "wrong_names": wrong[:3],
         }
 
 
@@ -217,7 +247,7 @@ def sharding_of(variant: str) -> str:
 
 
 def attempt(work: Any, *args: Any) -> tuple[dict[str, Any] | None, str]:
-    """The result, or the error as text: what stock megatron-core cannot do is part of the report."""
+    """The result, or the error as text: what stock cannot do is part of the report."""
     try:
         return work(*args), ""
     except Exception as error:

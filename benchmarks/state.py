@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from vime_optim.verify.capture import ParameterState, chained, model_metadata, parameter_states
+from vime_optim.verify.capture import ParameterState, model_metadata, parameter_states
 from vime_optim.verify.case import Backend
 
 
@@ -165,31 +165,34 @@ def sharded_state(job: Job, sharding: str, *, is_loading: bool) -> dict[str, Any
 
 
 def state_tensors(job: Job) -> Iterator[tuple[str, torch.Tensor]]:
-    """The optimizer's own tensors: moments, and masters where they are tensors of their own."""
+    """The optimizer's moments and masters; FusedAdam's masters may be the 16 low bits alone."""
     for number, state in enumerate(parameter_states(job.optimizer)):
-        if _master_is_leaf(state):
-            yield f"{number}.master", state.leaf.detach()
+        master = _master(state)
+        if master is not None:
+            yield f"{number}.master", master.detach()
         for kind, tensor in state.stored.items():
-            if kind != "step":
+            if kind not in ("step", "master_param"):
                 yield f"{number}.{kind}", tensor.detach()
 
 
-def _master_is_leaf(state: ParameterState) -> bool:
-    same = state.master.data_ptr() == state.leaf.data_ptr()
-    return same and state.leaf.dtype == torch.float32
+def _master(state: ParameterState) -> torch.Tensor | None:
+    """A float32 parameter is its own master; else the optimizer keeps one, or has none."""
+    if state.leaf.dtype == torch.float32:
+        return state.leaf
+    return state.stored.get("master_param")
 
 
 def own_and_held_bytes(job: Job) -> tuple[int, int]:
-    """Bytes of the optimizer's tensors, and of the storages that they keep alive."""
-    own = held = 0
-    seen: set[int] = set()
-    for _, tensor in state_tensors(job):
-        own += tensor.numel() * tensor.element_size()
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
-            held += storage.nbytes()
-    return own, held
+    """Bytes of the optimizer's moments and masters, and of all storages that its state keeps."""
+    own = sum(tensor.numel() * tensor.element_size() for _, tensor in state_tensors(job))
+    held: dict[int, int] = {}
+    for state in parameter_states(job.optimizer):
+        master = _master(state)
+        kept = [tensor for kind, tensor in state.stored.items() if kind != "step"]
+        for tensor in [*kept, *([] if master is None else [master])]:
+            storage = tensor.untyped_storage()
+            held[storage.data_ptr()] = storage.nbytes()
+    return own, sum(held.values())
 
 
 def checksums(job: Job) -> dict[str, int]:
@@ -207,30 +210,16 @@ def poison(job: Job) -> None:
         tensor.fill_(7)
 
 
-class Pristine:
-    """The optimizer's state dicts as they are now, to put back after a load that replaces tensors.
+def own_storages(job: Job) -> None:
+    """Give every state a storage of its own again, as a new optimizer has it.
 
-    Stock megatron-core swaps in views of what it read, which would count against whoever is
-    measured next.
+    Stock megatron-core swaps in views of what it read, and copies of masters, which would count
+    against whoever is measured next.
     """
-
-    def __init__(self, job: Job) -> None:
-        self._states: list[tuple[Any, dict[Any, dict[str, Any]]]] = []
-        self._groups: list[tuple[Any, list[dict[str, Any]]]] = []
-        for member in chained(job.optimizer):
-            outer = member.optimizer
-            for optimizer in (outer, *getattr(outer, "sub_optimizers", ())):
-                states = {param: dict(state) for param, state in optimizer.state.items()}
-                self._states.append((optimizer, states))
-                self._groups.append((optimizer, [dict(g) for g in optimizer.param_groups]))
-
-    def put_back(self) -> None:
-        for optimizer, states in self._states:
-            for param, state in states.items():
-                held = optimizer.state[param]
-                held.clear()
-                held.update(state)
-        for optimizer, groups in self._groups:
-            for group, values in zip(optimizer.param_groups, groups, strict=True):
-                group.clear()
-                group.update(values)
+    for state in parameter_states(job.optimizer):
+        held = state.owner.state[state.leaf]
+        for kind, tensor in list(state.stored.items()):
+            if kind == "master_param" and state.leaf.dtype == torch.float32:
+                held[kind] = state.leaf
+            elif tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
+                held[kind] = tensor.clone()
