@@ -39,6 +39,7 @@ class Rank:
         self.simulated = options["device"] == "cpu"
         self.folder = Path(options["folder"])
         self.meter = Meter(simulated=self.simulated)
+        self.warming = False
         self.result: dict[str, Any] = {"ranks": options["ranks"], "configurations": []}
 
     def run(self, fits: Callable[[float], bool]) -> None:
@@ -104,6 +105,7 @@ class Rank:
             self.result["configurations"].append(entry)
         last_s: dict[str, float] = {}
         for number, name in enumerate(rounds):
+            self.warming = keep and name == "warm-up"
             for variant in ORDERS[number % 3]:
                 fully = variant == VARIANTS[0]
                 if fully and (number > self.options["fully_rounds"] - 1 and keep):
@@ -186,8 +188,8 @@ class Rank:
         return {"build": build.to_dict(), "write": write.to_dict(), "stored_bytes": stored}
 
     def profiled(self, name: str, work: Callable[[], Any]) -> Callable[[], Any]:
-        """With --profile, `work` under cProfile; the profile goes beside the logs."""
-        if not self.options["profile"] or self.number:
+        """With --profile, warm-up work under cProfile; the profile goes beside the logs."""
+        if not (self.options["profile"] and self.warming) or self.number:
             return work
 
         def run() -> Any:

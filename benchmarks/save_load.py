@@ -98,7 +98,7 @@ def _parse(words: list[str] | None) -> argparse.Namespace:
     add("--json", type=Path, help="write the result here, the table and the plots beside it")
     add("--img", type=Path, help="folder for the plots, else beside the result")
     add("--logs", type=Path, help="keep the output of the ranks here")
-    add("--profile", action="store_true", help="profiles of rank 0 beside its log; times suffer")
+    add("--profile", action="store_true", help="profiles of rank 0's full warm-up, beside its log")
     add("--commit", default="", help="commit, where there is no git")
     add("--report", type=Path, help="only write table and plots of this result")
     return parser.parse_args(words)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -15,19 +14,7 @@ from vime_optim.verify.case import Case
 from vime_optim.verify.runner import Outcome, run_case
 
 sys.path.insert(0, str(Path(__file__).parent))
-from resident import ResidentLauncher
-
-REHEARSE = os.environ.get("VIME_OPTIM_GPU_REHEARSE") == "1"
-
-
-def missing_devices(count: int) -> str:
-    """Why tests on `count` GPUs cannot run here, or nothing."""
-    if REHEARSE:
-        return ""
-    import torch
-
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return "" if found >= count else f"needs {count} CUDA devices, {found} found"
+from resident import REHEARSE, ResidentLauncher, missing_devices
 
 
 class ResidentPool:

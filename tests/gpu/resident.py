@@ -26,6 +26,18 @@ START_TIMEOUT_S = 180.0
 #: After one rank has failed, how long the others may take to fail as well.
 GRACE_S = 5.0
 
+REHEARSE = os.environ.get("VIME_OPTIM_GPU_REHEARSE") == "1"
+
+
+def missing_devices(count: int) -> str:
+    """Why tests on `count` GPUs cannot run here, or nothing."""
+    if REHEARSE:
+        return ""
+    import torch
+
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return "" if found >= count else f"needs {count} CUDA devices, {found} found"
+
 
 class ResidentLauncher:
     """Two or more ranks of one megatron-core on `device` (cuda, or cpu for a rehearsal)."""

@@ -6,8 +6,8 @@ import functools
 import math
 from typing import Any
 
-import conftest as gpu
 import pytest
+import resident as gpu
 import torch
 
 pytestmark = pytest.mark.gpu

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import conftest as gpu
 import pytest
+import resident as gpu
 
 from vime_optim.verify.case import Case
 from vime_optim.verify.runner import Outcome
