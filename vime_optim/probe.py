@@ -17,6 +17,11 @@ def source_of(function: Any) -> str:
         return ""
 
 
+def has_patch(code: Any, name: str) -> bool:
+    """True when a function or module carries the marker of one of our patches (patches/)."""
+    return f"vime_optim: {name}" in source_of(code)
+
+
 def parameters_of(function: Any) -> tuple[str, ...]:
     """Parameter names of a function, in order; () when they cannot be told."""
     try:

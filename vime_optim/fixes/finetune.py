@@ -28,7 +28,7 @@ from vime_optim.backends.kinds import (
 from vime_optim.backends.slots import master_slot
 from vime_optim.fixes.precision import sync_moved_params
 from vime_optim.fixes.restore import write_slot
-from vime_optim.probe import missing_parameters, source_of
+from vime_optim.probe import has_patch, missing_parameters, source_of
 from vime_optim.registry import NEEDED, Diagnosis, Fix, Hit, Target, fixed_upstream, not_understood
 
 
@@ -84,6 +84,8 @@ def _diagnose(module: ModuleType, original: Any) -> Diagnosis:
     reason = missing_parameters(original, "self", "state_dict")
     if reason:
         return not_understood(reason)
+    if has_patch(original, "fine-tune"):
+        return fixed_upstream("patch 0009-fine-tune is there")
     source = source_of(original)
     if "update_fp32_param_by_new_param" in source or "use_precision_aware_optimizer" in source:
         return NEEDED

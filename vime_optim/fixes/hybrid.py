@@ -23,7 +23,7 @@ import torch
 
 from vime_optim.backends.inert import ensure_hybrid_state
 from vime_optim.backends.kinds import STATE_MASTER, sub_optimizers
-from vime_optim.probe import missing_parameters, source_of
+from vime_optim.probe import has_patch, missing_parameters, source_of
 from vime_optim.registry import (
     NEEDED,
     Diagnosis,
@@ -230,6 +230,23 @@ def _diagnose(module: ModuleType, original: Any) -> Diagnosis:
     return not_understood(reason) if reason else NEEDED
 
 
+def _unless(patch: str) -> Any:
+    """Needed unless the method carries this patch of ours."""
+
+    def diagnose(module: ModuleType, original: Any) -> Diagnosis:
+        if has_patch(original, patch):
+            return fixed_upstream(f"patch {patch} is there")
+        return _diagnose(module, original)
+
+    return diagnose
+
+
+def _diagnose_sync_state(module: ModuleType, original: Any) -> Diagnosis:
+    if has_patch(module, "lookups"):
+        return fixed_upstream("patch lookups is there")  # it keeps one storage a master
+    return _diagnose(module, original)
+
+
 def _target(name: str, wrap: Wrap, diagnose: Any = _diagnose, *, optional: bool = False) -> Target:
     return Target(MODULE, f"HybridDeviceOptimizer.{name}", wrap, diagnose, optional)
 
@@ -246,23 +263,27 @@ FIXES = (
                 _wrap_build_shards,
                 lambda module, original: NEEDED,
             ),
-            _target("_sync_hdo_param_groups_to_sub_optimizers", _wrap_sync_groups),
-            _target("_update_fp32_params_by_new_state", _wrap_update_masters),
-            _target("_sync_hdo_state_to_sub_optimizers", _wrap_sync_state),
-            _target("_move_new_state_to_right_device", _wrap_move_state),
+            _target(
+                "_sync_hdo_param_groups_to_sub_optimizers", _wrap_sync_groups, _unless("counter")
+            ),
+            _target("_update_fp32_params_by_new_state", _wrap_update_masters, _unless("lookups")),
+            _target("_sync_hdo_state_to_sub_optimizers", _wrap_sync_state, _diagnose_sync_state),
+            _target("_move_new_state_to_right_device", _wrap_move_state, _unless("native")),
         ),
     ),
     Fix(
         id="inert-state",
         faults=("F15",),
         summary="state is made without random numbers and without moving a parameter",
-        targets=(_target("dummy_step", _wrap_dummy_step),),
+        targets=(_target("dummy_step", _wrap_dummy_step, _unless("inert-state")),),
     ),
     Fix(
         id="hybrid-refresh",
         faults=("F12",),
         summary="host and float32 copies follow when a model is loaded without its optimizer",
-        targets=(_target("update_fp32_param_by_new_param", _wrap_refresh_masters),),
+        targets=(
+            _target("update_fp32_param_by_new_param", _wrap_refresh_masters, _unless("fine-tune")),
+        ),
     ),
     Fix(
         id="copy-back-order",

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from vime_optim.backends.kinds import is_hybrid, is_precision_aware
-from vime_optim.probe import missing_parameters
-from vime_optim.registry import NEEDED, Diagnosis, Fix, Hit, Target, not_understood
+from vime_optim.probe import has_patch, missing_parameters
+from vime_optim.registry import NEEDED, Diagnosis, Fix, Hit, Target, fixed_upstream, not_understood
 
 _CANONICAL = "_vime_optim_canonical"
 _MOVED = "_vime_optim_params_moved"
@@ -77,7 +77,11 @@ def _wrap_gather(original: Any, hit: Hit) -> Any:
 
 def _diagnose(module: ModuleType, original: Any) -> Diagnosis:
     reason = missing_parameters(original, "self")
-    return not_understood(reason) if reason else NEEDED
+    if reason:
+        return not_understood(reason)
+    if has_patch(original, "canonical-master"):
+        return fixed_upstream("patch 0005-canonical-master is there")
+    return NEEDED
 
 
 FIXES = (

@@ -22,8 +22,8 @@ from vime_optim.backends.kinds import MASTER, STATE_MASTER, param_name
 from vime_optim.backends.slots import RemainderSlot, Slot, slots_of
 from vime_optim.errors import OptimizerStateError
 from vime_optim.fixes.precision import note_moved
-from vime_optim.probe import missing_parameters
-from vime_optim.registry import NEEDED, Diagnosis, Fix, Hit, Target, not_understood
+from vime_optim.probe import has_patch, missing_parameters
+from vime_optim.registry import NEEDED, Diagnosis, Fix, Hit, Target, Verdict, not_understood
 
 _MASTER_NAMES = (MASTER, STATE_MASTER, "fp32_param")
 """Names of the master in Megatron's formats, the current one first."""
@@ -76,7 +76,12 @@ def _wrap_set(original: Any, hit: Hit) -> Any:
 
 def _diagnose(module: ModuleType, original: Any) -> Diagnosis:
     reason = missing_parameters(original, "self", "model_param", "tensors")
-    return not_understood(reason) if reason else NEEDED
+    if reason:
+        return not_understood(reason)
+    if has_patch(original, "step") and has_patch(module, "own-storage"):
+        # What the patches end, they end; scaled states are set back to the bit here alone.
+        return Diagnosis(Verdict.NEEDED, "patched; still needed for scaled states")
+    return NEEDED
 
 
 FIXES = (

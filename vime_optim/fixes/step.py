@@ -34,8 +34,17 @@ from vime_optim.backends.slots import slots_of
 from vime_optim.backends.steps import write_step
 from vime_optim.errors import CheckpointError
 from vime_optim.fixes.precision import is_canonical, sync_moved_params
-from vime_optim.probe import missing_parameters, source_of
-from vime_optim.registry import NEEDED, Diagnosis, Fix, Hit, Target, Wrap, not_understood
+from vime_optim.probe import has_patch, missing_parameters, source_of
+from vime_optim.registry import (
+    NEEDED,
+    Diagnosis,
+    Fix,
+    Hit,
+    Target,
+    Wrap,
+    fixed_upstream,
+    not_understood,
+)
 
 MODULE = "megatron.core.optimizer.distrib_optimizer"
 
@@ -129,6 +138,9 @@ def _diagnose(*needed: str) -> Any:
             return not_understood(reason)
         if not source_of(original):
             return not_understood("its source cannot be read")
+        # State is read as float32 here for the gathering formats, which their own patch does too.
+        if has_patch(original, "step") and has_patch(module, "canonical-master"):
+            return fixed_upstream("patches 0001-step and 0005-canonical-master are there")
         return NEEDED
 
     return diagnose
