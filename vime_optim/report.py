@@ -46,34 +46,47 @@ class Report:
         from rich.table import Table
 
         state = "installed" if self.installed else "not installed"
-        table = Table(title=f"vime_optim {self.version}, {state}: {self.megatron}")
-        table.add_column("fix")
-        table.add_column("faults")
-        table.add_column("target", overflow="fold")
-        table.add_column("state")
-        table.add_column("hits", justify="right")
-        previous = ""
-        for row in self.rows:
-            new = row.fix != previous
-            verdict = row.verdict if not row.applied else "applied"
-            table.add_row(
-                row.fix if new else "",
-                " ".join(row.faults) if new else "",
-                _short(row.target),
-                f"{verdict}: {row.reason}" if row.reason else verdict,
-                str(row.hits) if new else "",
-            )
-            previous = row.fix
+        table = Table(title=f"vime_optim {self.version}, {state}: {self.megatron}", width=80)
+        table.add_column("fix", no_wrap=True)
+        table.add_column("faults", ratio=1)
+        table.add_column("targets", no_wrap=True)
+        table.add_column("hits", justify="right", no_wrap=True)
+        notes = []
+        for rows in self._by_fix().values():
+            first = rows[0]
+            table.add_row(first.fix, " ".join(first.faults), _summary(rows), str(first.hits))
+            notes += [
+                f"{row.target.removeprefix('megatron.')}: {row.verdict}"
+                + (f" ({row.reason})" if row.reason else "")
+                for row in rows
+                if not row.applied and row.verdict not in _PLAIN
+            ]
         out = io.StringIO()
-        console = Console(file=out, width=110, highlight=False, color_system=None)
+        console = Console(file=out, width=80, highlight=False, color_system=None)
         console.print(table)
+        for note in notes:
+            console.print(note, markup=False)
         for name, count in sorted(self.counters.items()):
-            console.print(f"{name}: {count}")
+            console.print(f"{name}: {count}", markup=False)
         return out.getvalue().rstrip()
 
     __repr__ = __str__
 
+    def _by_fix(self) -> dict[str, list[Row]]:
+        grouped: dict[str, list[Row]] = {}
+        for row in self.rows:
+            grouped.setdefault(row.fix, []).append(row)
+        return grouped
 
-def _short(target: str) -> str:
-    """Class.method, or module.function: what tells targets apart on a narrow terminal."""
-    return ".".join(target.split(".")[-2:])
+
+_PLAIN = ("skipped", "not imported yet", "needed", "absent")
+"""Verdicts that need no line of their own below the table."""
+
+
+def _summary(rows: list[Row]) -> str:
+    """'4 applied', or the parts that a fix's targets fall into."""
+    counts: dict[str, int] = {}
+    for row in rows:
+        name = "applied" if row.applied else row.verdict
+        counts[name] = counts.get(name, 0) + 1
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
