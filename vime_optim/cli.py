@@ -23,6 +23,7 @@ COMMANDS = {
     "export": "write a checkpoint's weights as safetensors",
     "import": "make a checkpoint from safetensors",
     "status": "install the fixes here and show what each one found",
+    "doctor": "what was found on this machine, and what to do",
 }
 _CHECKPOINT_COMMANDS = ("inspect", "diff", "repair", "export", "import")
 
@@ -99,10 +100,18 @@ def _run_status(args: argparse.Namespace) -> int:
     return 0
 
 
+def _doctor(parser: argparse.ArgumentParser) -> Run:
+    from vime_optim.doctor import add_doctor_arguments, run_doctor
+
+    add_doctor_arguments(parser)
+    return run_doctor
+
+
 _OWN_COMMANDS: dict[str, Callable[[argparse.ArgumentParser], Run]] = {
     "verify": _verify,
     "plan": _plan,
     "status": _status,
+    "doctor": _doctor,
 }
 
 
