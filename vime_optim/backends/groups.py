@@ -18,6 +18,7 @@ import wrapt
 
 from vime_optim.backends.kinds import is_hybrid, is_native
 from vime_optim.backends.steps import read_step
+from vime_optim.errors import CheckpointError
 
 _HYBRID_SETTINGS = frozenset(
     {
@@ -54,7 +55,18 @@ class GroupsOnly(wrapt.ObjectProxy):  # type: ignore[type-arg]
 
 
 def load_groups(inner: Any, saved_groups: list[dict[str, Any]]) -> None:
-    """Take hyperparameters from saved groups, in order; parameters and tensors stay."""
+    """Take hyperparameters from saved groups, in order; parameters and tensors stay.
+
+    Raises:
+        CheckpointError: another number of groups.
+    """
+    if len(saved_groups) != len(inner.param_groups):
+        raise CheckpointError(
+            "the checkpoint has another number of param groups",
+            got=len(saved_groups),
+            expected=len(inner.param_groups),
+            next_step="load with the same weight decay and learning rate options",
+        )
     for group, saved in zip(inner.param_groups, saved_groups, strict=True):
         kept = {k: v for k, v in clean_group(saved).items() if k not in ("params", "step")}
         group.update(kept)

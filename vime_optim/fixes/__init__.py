@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vime_optim.fixes import (
+    chained,
     common_state,
     finetune,
     gather_free,
@@ -23,4 +24,5 @@ FIXES: tuple[Fix, ...] = (
     *sharding.FIXES,
     *common_state.FIXES,
     *gather_free.FIXES,
+    *chained.FIXES,
 )
