@@ -138,7 +138,7 @@ _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
 FIXES = (
     Fix(
         id="gather-free",
-        faults=("F10", "F11"),
+        faults=("F7", "F10", "F11"),
         summary="fully_reshardable is saved and loaded in place, without gathering",
         targets=(
             Target(

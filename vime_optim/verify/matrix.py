@@ -57,7 +57,7 @@ _ONCE = (
     "0.15.3,torch,dp=2->3",
     "0.15.3,fused,pao,dp=2,dp_reshardable",
     "0.16.1,fused,pao,dp=2->3",
-    "0.16.1,hybrid,nopao,f=1,dp=3,1bucket",
+    "0.16.1,hybrid,nopao,f=1,dp=3,fp32norm",
     "0.16.1,hybrid,pao,f=1,dp=2,default,tied",
     "0.16.1,torch,dp=2,dp_reshardable",
     "0.16.1,hybrid,pao,f=1,dp=1,tp=2->1",
@@ -67,12 +67,14 @@ _ONCE = (
     "0.17.1,hybrid,pao,f=1,dp=2,dp_reshardable,training",
     "0.17.1,fused,pao,norem,dp=2,load:hybrid,load:f=1",
     "0.18.2,fused,pao,m=bf16,v=bf16,dp=2",
-    "0.18.2,torch,dp=2->4,moe,ep=2->4",
+    "0.18.2,torch,dp=2,moe,ep=2->1",
     "0.18.2,hybrid,pao,f=0.5,dp=4->2,tied",
     "0.19.2,hybrid,pao,f=0.5,dp=3->2,dp_reshardable,training",
     "0.19.2,hybrid,nopao,f=0.5,dp=2->3",
     "0.19.2,fused,nopao,dp=2,dp_reshardable",
     "0.19.2,hybrid,pao,f=1,dp=2,load:fused",
+    "0.19.2,fused,pao,m=fp8,v=fp16,dp=2,1bucket",
+    "0.19.2,fused,pao,dp=3->2,fp32norm",
 )
 
 
@@ -96,10 +98,9 @@ def _all_words() -> Iterator[str]:
             if "=fp16" not in backend:  # scales belong to a rank's shard: no other layout is exact
                 yield f"{release},{backend},{layout}"
         for model in MODELS:
-            if model == "fp32norm" and "hybrid" in backend:
-                continue  # Megatron cannot build it: "can't optimize a non-leaf Tensor"
             yield f"{release},{backend},dp=2,{model}"
-            yield f"{release},{backend},dp=2,{model},dp_reshardable"
+            if model != "fp32norm":  # dp_reshardable refuses the small buckets of it (F22)
+                yield f"{release},{backend},dp=2,{model},dp_reshardable"
         yield f"{release},{backend},dp=4->2,moe,ep=4->2"
     for release, saved, loaded in product(_CROSS_RELEASES, BACKENDS, BACKENDS):
         if saved != loaded and "16" not in saved + loaded:
@@ -119,23 +120,42 @@ def _unique(cases: list[Case]) -> list[Case]:
     return list({case.name: case for case in cases}.values())
 
 
-#: Which fixes must have been reached, by what the case uses. Filled from the fixes' own ids.
 def needed_faults(case: Case) -> set[str]:
     """Faults that stock megatron-core shows in this case, so a fix for each must have been hit."""
-    faults = set()
-    hybrid = case.backend.optimizer == "hybrid"
-    old = case.megatron.startswith("0.15")
-    if hybrid and case.sharding == "dp_reshardable" and not case.backend.pao:
-        faults.add("F1" if old else "F3")
-    if case.backend.optimizer == "torch" and not case.model_only:
+    if case.model_only:
+        return {"F12"} if case.backend.optimizer != "torch" else set()
+    old = case.megatron.startswith(("0.15", "0.16"))
+    backend = case.backend
+    # PAO with CPU offload is saved as fully_reshardable, whatever the caller asks for.
+    enforced = backend.optimizer == "hybrid" and backend.pao
+    fully = case.sharding != "dp_reshardable" or enforced
+    faults = {"F11", "F16"} if fully else set()
+    if backend.optimizer == "torch":
         faults.add("F8")
-    if (
-        hybrid
-        and case.same_backend
-        and not case.model_only
-        and not case.megatron.startswith("0.19")
-    ):
+    if backend.optimizer == "fused" and backend.pao:
+        if not fully and old:
+            faults.add("F6")
+        if fully and backend.remainders:
+            faults.add("F7")
+    if backend.optimizer == "hybrid":
+        faults |= _hybrid_faults(case, fully)
+    if case.fp32_norm:
+        faults.add("F20")
+    if case.moe != "none" and (case.layout.ep > 1) != (case.load_layout.ep > 1):
+        faults.add("F21")
+    return faults
+
+
+def _hybrid_faults(case: Case, fully: bool) -> set[str]:
+    faults = {"F10"}
+    if not fully:
+        faults |= {"F1", "F2"} if case.megatron.startswith("0.15") else {"F3"}
+    if case.load_backend.optimizer == "hybrid":
+        faults.add("F15")
+        if case.load_backend.offload_fraction < 1:
+            faults.add("F4")
+        if not case.load_backend.pao:
+            faults.add("F5")
+    if not case.megatron.startswith("0.19"):
         faults.add("F9")
-    if case.sharding is None:
-        faults.add("F16")
     return faults
