@@ -44,6 +44,9 @@ DEFAULT_LIMIT_BYTES = 256 * 1024 * 1024
 _NEVER_KEPT = frozenset({"builtins", "sys", "os", "posix", "nt", "subprocess", "importlib"})
 """Modules whose names are refused even as stand-ins; no optimizer class lives there."""
 
+_KNOWN_PROJECTS = ("megatron.", "transformer_engine.")
+"""Whose enums and configs (in `args`, say) are kept as inert instances where asked for."""
+
 _NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
 _CONTAINERS = (dict, list, tuple, set, frozenset, Inert, *_NAMESPACES)
 _DIRECTORY_LIMIT_BYTES = 4 * 1024 * 1024
@@ -86,6 +89,7 @@ _TORCH_NAMES = frozenset(
         "torch.device",
         "torch._utils._rebuild_tensor",
         "torch._utils._rebuild_tensor_v2",
+        "torch._utils._rebuild_tensor_v3",
         "torch._utils._rebuild_parameter",
         "torch.serialization._get_layout",
         "torch.storage.UntypedStorage",
@@ -215,7 +219,8 @@ def load_common(
         where: name for error messages; the path when left out.
         limit_bytes: largest file that is read.
         keep_unknown_classes: a *class* of an unknown name comes back as a stand-in too (a fork's
-            optimizer in F9); instances of one are refused all the same.
+            optimizer in F9), and so does an instance of a class of Megatron's or Transformer
+            Engine's; instances of others are refused all the same.
 
     Raises:
         CheckpointError: missing, truncated, not a torch.save archive, oversized, or holding a name
@@ -233,7 +238,8 @@ def load_common(
             loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         finished = _finish(loaded, {})
         made = {_inert_name(item) for _, _, item, _ in walk([finished])}
-        _refuse_unknown(unknown & made, label)
+        foreign = {name for name in unknown & made if not name.startswith(_KNOWN_PROJECTS)}
+        _refuse_unknown(foreign, label)
         return finished
     except CheckpointError:
         raise
