@@ -186,8 +186,13 @@ def _piece(
     end: int,
     scalars: dict[str, Any],
 ) -> dict[str, Any]:
-    flat = {kind: value.detach().reshape(-1).cpu().clone() for kind, value in tensors.items()}
+    flat = {kind: _values(value).reshape(-1).cpu().clone() for kind, value in tensors.items()}
     return {"place": place, "start": start, "end": end, "tensors": flat, "scalars": scalars}
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor:
+    """A plain tensor; of Transformer Engine's float8 tensors, the values that they stand for."""
+    return (tensor.dequantize() if hasattr(tensor, "_quantizer") else tensor).detach()
 
 
 def parameter_places(job: Job) -> dict[int, list[dict[str, Any]]]:
