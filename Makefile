@@ -29,7 +29,7 @@ lint: .venv/.lint
 	.venv/bin/mypy
 
 docs: .venv/.docs
-	.venv/bin/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
 
 bench: .venv/.bench
 	$(PY) -m benchmarks $(ARGS)

@@ -1,0 +1,145 @@
+"""Makes docs/faults/*.md, docs/settings.md and docs/cli.md. Run: python -m docs.generate
+
+tests/test_docs.py fails when what is committed differs from what this makes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vime_optim import cli
+from vime_optim.settings import Settings
+
+DOCS = Path(__file__).parent
+
+
+def faults() -> list[dict[str, Any]]:
+    loaded: list[dict[str, Any]] = yaml.safe_load((DOCS / "faults.yml").read_text())
+    return loaded
+
+
+def fault_page(fault: dict[str, Any]) -> str:
+    fixes = ", ".join(f"`{fix}`" for fix in fault["fixes"])
+    lines = [
+        f"# {fault['id']}: {fault['title']}",
+        "",
+        "```text",
+        fault["error"],
+        "```",
+        "",
+        f"**When.** {fault['when']}.",
+        "",
+        f"**Cause.** {fault['cause']}",
+        "",
+        f"**What `install()` does.** {fault['does']}",
+        "",
+    ]
+    if fixes:
+        first = fault["fixes"][0]
+        lines += [
+            "**How to see that it worked.** `print(vime_optim.status())` after a save and a load:"
+            f" the rows of {fixes} are `applied` (or `fixed upstream`) and the `hits` of `{first}`"
+            " are above 0. `vime-optim verify` saves, loads and compares with your megatron-core.",
+            "",
+        ]
+    if "patch" in fault:
+        lines += [
+            f"**As a patch.** `{fault['patch']}.patch`, see [Patches](../patches.md).",
+            "",
+        ]
+    if fault["refs"]:
+        lines += [f"**Public reports.** {fault['refs']}.", ""]
+    return "\n".join(lines)
+
+
+def fault_index() -> str:
+    rows = [
+        f"| [{f['id']}]({f['id'].lower()}.md) | {f['title']} | `{_first_line(f['error'])}` |"
+        for f in faults()
+    ]
+    head = [
+        "# Faults",
+        "",
+        "What a user sees, and the page that explains it. Search for the text of your error.",
+        "",
+        "| id | fault | error |",
+        "|---|---|---|",
+    ]
+    return "\n".join([*head, *rows, ""])
+
+
+def _first_line(text: str) -> str:
+    return text.splitlines()[0].replace("|", "\\|")
+
+
+def settings_page() -> str:
+    lines = [
+        "# Settings",
+        "",
+        "An argument of `install()` wins over the environment, the environment over the default.",
+        "",
+        "| argument | environment variable | default | meaning |",
+        "|---|---|---|---|",
+    ]
+    for spec in fields(Settings):
+        default = "none" if spec.default == () else f"`{spec.default}`"
+        doc = spec.metadata["doc"].replace("|", "\\|")
+        lines.append(f"| `{spec.name}` | `{spec.metadata['env']}` | {default} | {doc} |")
+    return "\n".join([*lines, ""])
+
+
+def cli_page() -> str:
+    lines = [
+        "# Command line",
+        "",
+        "Every command exits with 0 when all is well, 1 when a check failed and 2 when it could"
+        " not be run. The checkpoint commands are explained in [Tools](tools.md).",
+        "",
+    ]
+    for name in cli.COMMANDS:
+        lines += [f"## {name}", "", "```text", _help(name).rstrip(), "```", ""]
+    return "\n".join(lines)
+
+
+def _help(name: str) -> str:
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = "90"
+    out = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+            cli.main([name, "--help"])
+    finally:
+        os.environ.pop("COLUMNS")
+        if before is not None:
+            os.environ["COLUMNS"] = before
+    return out.getvalue()
+
+
+def patches_page() -> str:
+    text = (DOCS.parent / "patches" / "README.md").read_text()
+    return text.replace("`docs/faults/`", "[Faults](faults/index.md)")
+
+
+def pages() -> dict[str, str]:
+    """Path below docs/ to text."""
+    made = {f"faults/{f['id'].lower()}.md": fault_page(f) for f in faults()}
+    return {
+        **made,
+        "faults/index.md": fault_index(),
+        "settings.md": settings_page(),
+        "cli.md": cli_page(),
+        "patches.md": patches_page(),
+    }
+
+
+if __name__ == "__main__":
+    for name, text in pages().items():
+        (DOCS / name).parent.mkdir(exist_ok=True)
+        (DOCS / name).write_text(text)
