@@ -24,6 +24,8 @@ from typing import Any
 
 VARIANTS = ("stock fully_reshardable", "stock dp_reshardable", "vime_optim")
 OURS = VARIANTS[2]
+#: A second load by vime_optim, to see what reading with several threads gives.
+ONE_THREAD = "load by one thread"
 #: Orders of turns: pairs in the order AB, BA, AB, so that a drift cancels out.
 ORDERS = (VARIANTS, VARIANTS[::-1], VARIANTS)
 
@@ -139,7 +141,14 @@ class Rank:
             vime_optim.install()
         turn: dict[str, Any] = {}
         try:
-            for part, work in (("save", self.save), ("load", self.load)):
+            for part, work in (
+                ("save", self.save),
+                ("load", self.load),
+                *([(ONE_THREAD, self.load)] if variant == OURS and reads_in_parallel() else []),
+            ):
+                if part == ONE_THREAD:
+                    vime_optim.uninstall()
+                    vime_optim.install(skip="parallel-read")
                 mine, error = attempt(work, job, variant, directory)
                 everyone = gathered((mine, error))
                 errors = [text for _, text in everyone if text]
@@ -242,6 +251,12 @@ class Rank:
             "wrong_states": len(wrong),
             "wrong_names": wrong[:3],
         }
+
+
+def reads_in_parallel() -> bool:
+    from vime_optim.fixes import FIXES
+
+    return any(fix.id == "parallel-read" for fix in FIXES)
 
 
 def sharding_of(variant: str) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 FULLY, DP, OURS = "stock fully_reshardable", "stock dp_reshardable", "vime_optim"
+ONE_THREAD = "load by one thread"
 SAVE_PHASES = ("build", "write")
 LOAD_PHASES = ("template", "read", "restore")
 Turns = list[dict[str, Any]]
@@ -194,12 +195,13 @@ def _entry_lines(result: dict[str, Any], entry: dict[str, Any]) -> list[str]:
         " extra device, save | sent in build | held / own | exact |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
         *(_variant_line(entry, variant, own) for variant in (FULLY, DP, OURS)),
+        *_one_thread_line(entry),
         "",
     ]
     errors = {
         f"{turn['variant']}, {part}: {turn[part]['error']}"
         for turn in entry["turns"]
-        for part in ("save", "load")
+        for part in ("save", "load", ONE_THREAD)
         if "error" in turn.get(part, {})
     }
     lines += [f"- {text}" for text in sorted(errors)]
@@ -228,6 +230,12 @@ def _variant_line(entry: dict[str, Any], variant: str, own: int) -> str:
         f" {f'{max(held):.2f}' if held else '-'} |"
         f" {'-' if not loads else 'yes' if not wrong else f'{wrong} states differ'} |"
     )
+
+
+def _one_thread_line(entry: dict[str, Any]) -> list[str]:
+    values = [slowest_s(turn, LOAD_PHASES) for turn in turns_of(entry, OURS, ONE_THREAD)]
+    cells = f"| {OURS}, read by one thread | - | - | - | {spread(values)} |" + " - |" * 6
+    return [cells] if values else []
 
 
 def plot(result: dict[str, Any], entry: dict[str, Any], path: Path) -> None:
