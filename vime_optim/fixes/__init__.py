@@ -8,10 +8,12 @@ from vime_optim.fixes import (
     finetune,
     gather_free,
     hybrid,
+    parallel_read,
     precision,
     restore,
     sharding,
     step,
+    writer,
 )
 from vime_optim.registry import Fix
 
@@ -25,4 +27,6 @@ FIXES: tuple[Fix, ...] = (
     *common_state.FIXES,
     *gather_free.FIXES,
     *chained.FIXES,
+    *writer.FIXES,
+    *parallel_read.FIXES,
 )
