@@ -43,6 +43,8 @@ def kill_writers(root: str, points: int, seed: int) -> list[str]:
             os.kill(worker.pid, signal.SIGKILL)
         raised = caught(trainer.finalize)
         kinds = set(gathered(raised["type"]))
+        if rank() == 0:
+            print(point, kinds, f"{raised['seconds']:.2f} s", flush=True)
         torch.distributed.barrier()
         reason = find_reason(str(directory))
         if kinds == {None} and reason is None:

@@ -7,6 +7,7 @@ VIME_OPTIM_TEST_DEVICE=cuda the ranks use real devices.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -87,6 +88,9 @@ def launch(
         try:
             process.wait(timeout_s)
         except subprocess.TimeoutExpired:
+            # Ranks and forked writers say where they are, in the log that the error shows.
+            os.killpg(process.pid, signal.SIGUSR1)
+            time.sleep(1)
             raise TimeoutError(f"{scenario} hung for {timeout_s} s\n{_end_of(log)}") from None
         finally:
             try:
@@ -106,7 +110,7 @@ def launch(
 def _end_of(log: Any) -> str:
     log.flush()
     log.seek(0)
-    return str(log.read()[-6000:])
+    return str(log.read()[-15000:])
 
 
 def results(outcomes: list[dict[str, Any]]) -> list[Any]:
@@ -151,6 +155,7 @@ def _run_rank(rank: int, world: int, folder: Path, scenario: str, arguments: Any
 def main(folder: str, scenario: str, arguments: str) -> None:
     from tests.writer import scenarios
 
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     world = int(os.environ["VIME_OPTIM_TEST_RANKS"])
     scenarios.prepare()
     children = []

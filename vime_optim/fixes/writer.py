@@ -18,7 +18,6 @@ that are not whole.
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import sys
 from types import ModuleType
@@ -26,6 +25,7 @@ from typing import Any
 
 from vime_optim.probe import missing_parameters, source_of
 from vime_optim.registry import NEEDED, Diagnosis, Fix, Hit, Target, Wrap, not_understood
+from vime_optim.writer.entrypoints import commit_targets
 
 _STRATEGIES = "megatron.core.dist_checkpointing.strategies"
 _NVRX = "nvidia_resiliency_ext.checkpointing.async_ckpt"
@@ -67,6 +67,17 @@ def _wrap_close(original: Any, hit: Hit) -> Any:
         dispatch.close_persistent(original, self, abort)
 
     return close
+
+
+def _wrap_del(original: Any, hit: Hit) -> Any:
+    def __del__(self: Any) -> None:
+        if sys.is_finalizing():
+            return  # the worker notices that its trainer is gone
+        from vime_optim.writer import dispatch
+
+        dispatch.discard_persistent(self)
+
+    return __del__
 
 
 def _wrap_update(everything: bool) -> Wrap:
@@ -113,6 +124,7 @@ def _caller_targets(module: str, optional: bool) -> tuple[Target, ...]:
         target(f"{temporal}.{done}", _wrap_is_done),
         target(f"{persistent}.{done}", _wrap_is_done),
         target(f"{persistent}.close", _wrap_close),
+        target(f"{persistent}.__del__", _wrap_del),
     )
 
 
@@ -262,101 +274,6 @@ def _writer_targets(package: str, optional: bool) -> tuple[Target, ...]:
     )
 
 
-# Save and load: the same outcome on every rank.
-
-
-def _wrap_save(original: Any, hit: Hit) -> Any:
-    signature = inspect.signature(original)
-
-    def save(*args: Any, **kwargs: Any) -> Any:
-        directory = str(signature.bind(*args, **kwargs).arguments["checkpoint_dir"])
-        if directory.startswith("msc://"):
-            return original(*args, **kwargs)
-        from vime_optim.writer import commit
-
-        hit()
-        session = commit.open_session(directory)
-        try:
-            request = original(*args, **kwargs)
-        except BaseException:
-            commit.abandon_session(session)
-            raise
-        close = functools.partial(commit.close_session, session)
-        if request is None:
-            close()
-        else:
-            request.add_finalize_fn(close)
-        return request
-
-    return save
-
-
-def _wrap_load(original: Any, hit: Hit) -> Any:
-    signature = inspect.signature(original)
-
-    def load(*args: Any, **kwargs: Any) -> Any:
-        from vime_optim.writer import guard, loadcheck
-
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        directory = str(bound.arguments["checkpoint_dir"])
-        guard.before_update(None)  # DCP reads into the very tensors that a save may be writing
-        if not directory.startswith("msc://"):
-            hit()
-            everybody = bool(bound.arguments.get("validate_access_integrity", True))
-            alone = bound.arguments.get("process_group") is not None or not everybody
-            loadcheck.check_before_load(directory, collective=not alone)
-        return original(*args, **kwargs)
-
-    return load
-
-
-def _wrap_rank0_step(name: str) -> Wrap:
-    """A step that rank 0 takes alone: its failure is raised later, by all."""
-
-    def wrap(original: Any, hit: Hit) -> Any:
-        signature = inspect.signature(original)
-
-        @functools.wraps(original)
-        def step(*args: Any, **kwargs: Any) -> Any:
-            from vime_optim.writer import commit
-
-            directory = str(signature.bind(*args, **kwargs).arguments["checkpoint_dir"])
-            session = commit.session_of(directory)
-            if session is None:
-                return original(*args, **kwargs)
-            return commit.rank0_step(session, name, functools.partial(original, *args, **kwargs))
-
-        return step
-
-    return wrap
-
-
-def _diagnose_directory(module: ModuleType, original: Any) -> Diagnosis:
-    reason = missing_parameters(original, "checkpoint_dir")
-    return not_understood(reason) if reason else NEEDED
-
-
-def _commit_targets() -> tuple[Target, ...]:
-    package = "megatron.core.dist_checkpointing"
-
-    def target(module: str, name: str, wrap: Wrap, optional: bool = False) -> Target:
-        return Target(
-            f"{package}.{module}", name, wrap, diagnose=_diagnose_directory, optional=optional
-        )
-
-    common = "strategies.common"
-    return (
-        target("serialization", "save", _wrap_save),
-        target("serialization", "load", _wrap_load),
-        target("core", "save_config", _wrap_rank0_step("metadata.json")),
-        # A method up to 0.16, a function in 0.17 and 0.18, part of the sharded state from 0.19 on.
-        target(common, "TorchCommonSaveStrategy.save_common", _wrap_rank0_step("common.pt"), True),
-        target(common, "save_common", _wrap_rank0_step("common.pt"), True),
-        target("validation", "save_integrity_manifest", _wrap_rank0_step("integrity.json"), True),
-    )
-
-
 FIXES: tuple[Fix, ...] = (
     Fix(
         id="writer-async",
@@ -394,7 +311,7 @@ FIXES: tuple[Fix, ...] = (
         faults=("F14",),
         summary="a save is complete on all ranks or raises on all; a load is whole or refused",
         targets=(
-            *_commit_targets(),
+            *commit_targets(),
             Target(
                 f"{_STRATEGIES}.state_dict_saver", "save_state_dict_async_finalize", _wrap_finalize
             ),

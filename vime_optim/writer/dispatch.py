@@ -216,3 +216,24 @@ def close_persistent(original: Callable[..., None], caller: Any, abort: bool) ->
         for save in watch.saves_of(caller):
             save.mark_complete()
         watch.saves_of(caller).clear()
+
+
+def discard_persistent(caller: Any) -> None:
+    """The caller is being collected: end its worker, wait for nothing.
+
+    Stock closes here and waits for an answer, which never comes when the queue's own thread is
+    gone already. No save that is still in flight can be finalized any more.
+    """
+    for save in watch.saves_of(caller):
+        save.fail("the caller that the save was handed to is gone")
+        save.mark_complete()
+    watch.saves_of(caller).clear()
+    process = getattr(caller, "process", None)
+    if process is None:
+        return
+    if process.is_alive():
+        process.terminate()  # a worker of nvidia-resiliency-ext closes its device handles first
+        process.join(timeout=5)
+        if process.is_alive():
+            process.kill()
+    watch.forget_process(caller)

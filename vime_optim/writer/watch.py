@@ -169,17 +169,24 @@ def prepare_persistent(caller: Any) -> None:
 
 def reset_persistent(caller: Any) -> None:
     """Forget a dead worker and its queues, which may be locked or half written."""
-    cls = type(caller)
-    caller.process = None
-    caller.cur_item = None
-    if hasattr(cls, "_persistent_process"):
-        cls._persistent_process = None
-        cls._persistent_queue = cls._persistent_preload_q = cls._persistent_comp_q = None
+    if forget_process(caller):
         return
     context = torch.multiprocessing.get_context("spawn")
     caller.queue = context.JoinableQueue()
     caller.preload_q = context.JoinableQueue()
     caller.comp_q = context.Queue()
+
+
+def forget_process(caller: Any) -> bool:
+    """Drop what the caller knows of its worker. True when its queues went with it."""
+    cls = type(caller)
+    caller.process = None
+    caller.cur_item = None
+    if not hasattr(cls, "_persistent_process"):
+        return False
+    cls._persistent_process = None
+    cls._persistent_queue = cls._persistent_preload_q = cls._persistent_comp_q = None
+    return True
 
 
 def _join_while_alive(joinable: Any, caller: Any) -> None:
