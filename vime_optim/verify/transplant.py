@@ -57,13 +57,29 @@ def _write_master(own: ParameterState, value: torch.Tensor) -> None:
             if own.outer_leaf is not own.leaf and own.outer_leaf.dtype == torch.float32:
                 own.outer_leaf.data.copy_(value)
     elif stored.dtype == torch.int16:
-        # The parameters were rounded half to even before: see round_tied_masters.
-        bits = round_tied_masters(value).view(torch.int32)
-        stored.copy_((bits & 0xFFFF).to(torch.int32).view(torch.int16)[::2])
-        high = (bits.to(torch.int64) >> 16) + (stored < 0).cpu().to(torch.int64)
-        own.leaf.data.copy_(high.to(torch.int16).view(torch.bfloat16))
+        _write_remainder(own.leaf.data, stored, value)
     else:
         _write_moment(own, "master_param", value)
+
+
+def _write_remainder(leaf: torch.Tensor, stored: torch.Tensor, value: torch.Tensor) -> None:
+    """Code a float32 master beside its bf16 parameter, which is set already.
+
+    Where the parameter was rounded half to even and lies below a tie, see round_tied_masters.
+    """
+    above = _rounded_up(value)
+    tied = round_tied_masters(value).view(torch.int32) != value.view(torch.int32)
+    below = tied.to(leaf.device) & (leaf.view(torch.int16) == (above - 1).to(leaf.device))
+    master = torch.where(below.cpu(), round_tied_masters(value), value)
+    low = master.view(torch.int32) & 0xFFFF
+    stored.copy_(torch.where(low >= 0x8000, low - 0x10000, low).to(torch.int16))
+    leaf.copy_(_rounded_up(master).view(torch.bfloat16))
+
+
+def _rounded_up(master: torch.Tensor) -> torch.Tensor:
+    """Bits (int16) of float32 values rounded to bf16, half away from zero."""
+    as_bits = master.view(torch.int32).to(torch.int64)
+    return (((as_bits >> 16) + ((as_bits >> 15) & 1)) & 0xFFFF).to(torch.int32).to(torch.int16)
 
 
 def _write_moment(own: ParameterState, kind: str, value: torch.Tensor) -> None:
