@@ -24,8 +24,6 @@ from typing import Any
 
 VARIANTS = ("stock fully_reshardable", "stock dp_reshardable", "vime_optim")
 OURS = VARIANTS[2]
-#: A second load by vime_optim, to see what reading with several threads gives.
-ONE_THREAD = "load by one thread"
 #: Orders of turns: pairs in the order AB, BA, AB, so that a drift cancels out.
 ORDERS = (VARIANTS, VARIANTS[::-1], VARIANTS)
 
@@ -114,6 +112,7 @@ class Rank:
                     continue
                 if not fits(1.1 * last_s.get(variant, 0.0)):
                     entry.setdefault("left_out", []).append(f"{variant}, round {name}")
+                    self.write()
                     continue
                 turn_began = time.monotonic()
                 turn = self.turn(job, variant)
@@ -141,14 +140,7 @@ class Rank:
             vime_optim.install()
         turn: dict[str, Any] = {}
         try:
-            for part, work in (
-                ("save", self.save),
-                ("load", self.load),
-                *([(ONE_THREAD, self.load)] if variant == OURS and reads_in_parallel() else []),
-            ):
-                if part == ONE_THREAD:
-                    vime_optim.uninstall()
-                    vime_optim.install(skip="parallel-read")
+            for part, work in (("save", self.save), ("load", self.load)):
                 mine, error = attempt(work, job, variant, directory)
                 everyone = gathered((mine, error))
                 errors = [text for _, text in everyone if text]
@@ -251,12 +243,6 @@ class Rank:
             "wrong_states": len(wrong),
             "wrong_names": wrong[:3],
         }
-
-
-def reads_in_parallel() -> bool:
-    from vime_optim.fixes import FIXES
-
-    return any(fix.id == "parallel-read" for fix in FIXES)
 
 
 def sharding_of(variant: str) -> str:

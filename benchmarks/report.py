@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 FULLY, DP, OURS = "stock fully_reshardable", "stock dp_reshardable", "vime_optim"
-ONE_THREAD = "load by one thread"
 SAVE_PHASES = ("build", "write")
 LOAD_PHASES = ("template", "read", "restore")
 Turns = list[dict[str, Any]]
@@ -185,7 +184,7 @@ def _entry_lines(result: dict[str, Any], entry: dict[str, Any]) -> list[str]:
     lines = [
         f"## {entry['size']} parameters, {entry['backend']}",
         "",
-        f"{entry['parameters'] / 1e6:.0f}M parameters, {own / 1e9:.2f} GB of optimizer state a rank.",
+        f"{entry['parameters'] / 1e6:.0f}M parameters, {own / 1e9:.2f} GB of states a rank.",
         "",
         "| | goal | measured |",
         "|---|---|---|",
@@ -195,13 +194,12 @@ def _entry_lines(result: dict[str, Any], entry: dict[str, Any]) -> list[str]:
         " extra device, save | sent in build | held / own | exact |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
         *(_variant_line(entry, variant, own) for variant in (FULLY, DP, OURS)),
-        *_one_thread_line(entry),
         "",
     ]
     errors = {
         f"{turn['variant']}, {part}: {turn[part]['error']}"
         for turn in entry["turns"]
-        for part in ("save", "load", ONE_THREAD)
+        for part in ("save", "load")
         if "error" in turn.get(part, {})
     }
     lines += [f"- {text}" for text in sorted(errors)]
@@ -230,12 +228,6 @@ def _variant_line(entry: dict[str, Any], variant: str, own: int) -> str:
         f" {f'{max(held):.2f}' if held else '-'} |"
         f" {'-' if not loads else 'yes' if not wrong else f'{wrong} states differ'} |"
     )
-
-
-def _one_thread_line(entry: dict[str, Any]) -> list[str]:
-    values = [slowest_s(turn, LOAD_PHASES) for turn in turns_of(entry, OURS, ONE_THREAD)]
-    cells = f"| {OURS}, read by one thread | - | - | - | {spread(values)} |" + " - |" * 6
-    return [cells] if values else []
 
 
 def plot(result: dict[str, Any], entry: dict[str, Any], path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -28,6 +29,7 @@ def run_ranks(options: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     environment.update(OMP_NUM_THREADS=str(options["threads"]), TORCHDYNAMO_DISABLE="1")
     environment["LOCAL_WORLD_SIZE"] = str(options["ranks"])
     processes = []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks are ended too
     for rank in range(options["ranks"]):
         with (out / f"rank{rank}.log").open("wb") as log:
             processes.append(

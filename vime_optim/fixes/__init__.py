@@ -8,7 +8,6 @@ from vime_optim.fixes import (
     finetune,
     gather_free,
     hybrid,
-    parallel_read,
     precision,
     restore,
     sharding,
@@ -28,5 +27,4 @@ FIXES: tuple[Fix, ...] = (
     *gather_free.FIXES,
     *chained.FIXES,
     *writer.FIXES,
-    *parallel_read.FIXES,
 )
