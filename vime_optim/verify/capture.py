@@ -296,24 +296,15 @@ def memory_use(states: list[ParameterState]) -> dict[str, Any]:
     owners: dict[int, str] = {}
     aliased: list[str] = []
     for index, state in enumerate(states):
-        for kind, tensor in state.stored.items():
+        for kind, stored in state.stored.items():
+            # A float8 tensor is a wrapper without memory of its own around its codes.
+            tensor = stored._data if hasattr(stored, "_quantizer") else stored
             storage = tensor.untyped_storage()
             name = f"{index}.{kind}"
             own_bytes += tensor.numel() * tensor.element_size()
-            if not _has_memory(storage):
-                held_bytes += tensor.numel() * tensor.element_size()  # a quantized wrapper
-                continue
             if storage.nbytes() and storage.data_ptr() in owners:
                 aliased.append(f"{name} with {owners[storage.data_ptr()]}")
                 continue
             owners[storage.data_ptr()] = name
             held_bytes += storage.nbytes()
     return {"own_bytes": own_bytes, "held_bytes": held_bytes, "aliased": aliased}
-
-
-def _has_memory(storage: torch.UntypedStorage) -> bool:
-    try:
-        storage.data_ptr()
-    except RuntimeError:
-        return False
-    return True
