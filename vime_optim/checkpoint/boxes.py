@@ -36,6 +36,11 @@ def tiles(shape: tuple[int, ...], limit_elem: int) -> Iterator[Box]:
 
 def intersect(chunk: Chunk, box: Box) -> Box | None:
     """The part of a box that a chunk holds, in the tensor's coordinates."""
+    if box:
+        start, stop = box[0]  # most chunks of a large tensor are out of reach on the first axis
+        first = chunk.offsets[0]
+        if first >= stop or first + chunk.sizes[0] <= start:
+            return None
     part = tuple(
         (max(start, offset), min(stop, offset + size))
         for (start, stop), offset, size in zip(box, chunk.offsets, chunk.sizes, strict=True)
