@@ -22,6 +22,7 @@ COMMANDS = {"verify", "plan", "inspect", "diff", "repair", "export", "import", "
 
 VERIFY_FLAGS = {
     *("--phase", "--dir", "--megatron", "--device", "--stock", "--json", "--timeout"),
+    "--launcher",
     *("--num-steps", "--more-steps", "--save-interval", "--ckpt-step", "--async", "--via-training"),
     *("--optimizer", "--no-offload", "--offload-fraction", "--no-pao", "--exp-avg-dtype"),
     *("--exp-avg-sq-dtype", "--no-remainders", "--sharding"),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vime_optim.errors import CheckpointError, VerifyError
-from vime_optim.megatron_source import RELEASES
+from vime_optim.megatron_source import RELEASES, resolve
 from vime_optim.verify.case import ASYNC_MODES, DTYPES, OPTIMIZERS, Backend, Case, Layout
 from vime_optim.verify.explain import explain
 from vime_optim.verify.files import find_checkpoint, iteration_dir
@@ -34,6 +34,7 @@ def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dir", type=Path, default=DEFAULT_DIR, help=f"checkpoints (default {DEFAULT_DIR})")
     add("--megatron", help=f"path or release (default: the installed one, else {DEFAULT_RELEASE})")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="cpu simulates a device")
+    add("--launcher", choices=("local", "ray"), default="local", help="ray: ranks are Ray actors")
     add("--stock", action="store_true", help="without vime_optim.install(), to see today's failure")
     add("--json", action="store_true", help="the report as one JSON object")
     add("--timeout", type=float, default=LAUNCH_TIMEOUT_S, metavar="S", help="seconds a launch")
@@ -194,8 +195,16 @@ def _check_free(place: Workplace) -> None:
 
 
 def _run_phases(args: argparse.Namespace, case: Case, place: Workplace, step: int) -> Outcome:
-    with open_launcher(case.megatron, args.device) as launcher:
+    with _launcher(case.megatron, args.device, args.launcher) as launcher:
         return _phases(launcher, args, case, place, step)
+
+
+def _launcher(megatron: str, device: str, kind: str) -> Launcher:
+    if kind == "local":
+        return open_launcher(megatron, device)
+    from vime_optim.verify.ray_launch import RayLauncher
+
+    return RayLauncher(resolve(megatron), device)
 
 
 def _phases(
