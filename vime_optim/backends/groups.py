@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import wrapt
 
-from vime_optim.backends.kinds import is_hybrid, is_native
+from vime_optim.backends.kinds import is_hybrid
 from vime_optim.backends.steps import read_step
 from vime_optim.errors import CheckpointError
 
@@ -40,15 +40,13 @@ class GroupsOnly(wrapt.ObjectProxy):  # type: ignore[type-arg]
     def state_dict(self) -> dict[str, Any]:
         inner = self.__wrapped__
         packed = torch.optim.Optimizer.state_dict(inner)
-        groups = [clean_group(group) for group in packed["param_groups"]]
-        return {"state": self._steps_alone(packed["state"]), "param_groups": groups}
-
-    def _steps_alone(self, state: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-        if not is_native(self.__wrapped__):
-            return {}
-        steps = {key: {"step": value["step"]} for key, value in state.items() if "step" in value}
-        # Before the first step there is none; Megatron insists on exactly one value.
-        return steps or {0: {"step": torch.zeros(())}}
+        # Without Transformer Engine and Apex, Megatron takes the step from the states and insists
+        # on exactly one value, also before the first step.
+        step = torch.tensor(float(read_step(inner) or 0))
+        return {
+            "state": {0: {"step": step}},
+            "param_groups": [clean_group(group) for group in packed["param_groups"]],
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         load_groups(self.__wrapped__, state_dict["param_groups"])

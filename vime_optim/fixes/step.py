@@ -25,6 +25,7 @@ from vime_optim.backends.inert import ensure_state
 from vime_optim.backends.kinds import (
     correct_group_map,
     has_buffers,
+    is_hybrid,
     is_native,
     is_precision_aware,
     is_transformer_engine,
@@ -73,8 +74,11 @@ def _wrap_load_state_dict(original: Any, hit: Hit) -> Any:
         step = saved_step(groups)
         correct_group_map(self)
         ensure_state(self)
-        with groups_only(self) as inner:
-            original(self, _with_one_step(state_dict, groups, step, is_native(inner)))
+        counts_states = is_native(self.optimizer) or is_hybrid(self.optimizer)
+        if step is None and counts_states:
+            step = 0  # saved before the first step; Megatron asks every group for one
+        with groups_only(self):
+            original(self, _with_one_step(state_dict, groups, step))
         if step is not None:
             write_step(self.optimizer, step)
         if "param_state" in state_dict:
@@ -97,12 +101,12 @@ def _groups_of(state_dict: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _with_one_step(
-    state_dict: dict[str, Any], groups: list[dict[str, Any]], step: int | None, needed: bool
+    state_dict: dict[str, Any], groups: list[dict[str, Any]], step: int | None
 ) -> dict[str, Any]:
     """The state dict with the same step in every group, which Megatron asserts for torch's Adam."""
-    if step is None and not needed:
+    if step is None:
         return state_dict
-    same = [{**group, "step": step or 0} for group in groups]
+    same = [{**group, "step": step} for group in groups]
     return {**state_dict, "optimizer": {**state_dict["optimizer"], "param_groups": same}}
 
 

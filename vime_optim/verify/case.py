@@ -5,7 +5,8 @@ A case has a compact spelling that `Case.parse` reads and `Case.name` writes, fo
 
 - the optimizer: ``hybrid`` (HybridDeviceOptimizer), ``fused`` (FusedAdam), ``torch`` (AdamW),
 - ``pao`` or ``nopao``; ``f=`` the offload fraction; ``m=`` and ``v=`` the dtypes of exp_avg and
-  exp_avg_sq (fp32, bf16, fp16, fp8); ``rem`` or ``norem`` for store_param_remainders,
+  exp_avg_sq (fp32, bf16, fp16, fp8); ``rem`` or ``norem`` for store_param_remainders;
+  ``torchonly`` (neither Transformer Engine nor Apex is there),
 - the format: ``fully_reshardable``, ``dp_reshardable``, ``default`` (the caller passes no type),
 - ``dp= tp= pp= ep=``: ``2`` or ``2->3`` for another size at load,
 - ``load:WORD`` gives the loading optimizer another value than the saving one,
@@ -57,6 +58,7 @@ class Backend:
     exp_avg_dtype: str = "fp32"
     exp_avg_sq_dtype: str = "fp32"
     remainders: bool = True
+    torch_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -218,7 +220,8 @@ def _backend_words(backend: Backend) -> list[str]:
         words.append(f"f={backend.offload_fraction:g}")
     words += [f"m={backend.exp_avg_dtype}"] * (backend.exp_avg_dtype != "fp32")
     words += [f"v={backend.exp_avg_sq_dtype}"] * (backend.exp_avg_sq_dtype != "fp32")
-    return words + ["norem"] * (not backend.remainders)
+    words += ["norem"] * (not backend.remainders)
+    return words + ["torchonly"] * backend.torch_only
 
 
 _FLAGS: dict[str, tuple[str, Any]] = {
@@ -248,6 +251,7 @@ _BACKEND_FLAGS: dict[str, dict[str, Any]] = {
     "nopao": {"pao": False},
     "rem": {"remainders": True},
     "norem": {"remainders": False},
+    "torchonly": {"torch_only": True},
 }
 _RELEASE = re.compile(r"\d+\.\d")
 _BACKEND_VALUES = {"f": "offload_fraction", "m": "exp_avg_dtype", "v": "exp_avg_sq_dtype"}

@@ -90,7 +90,8 @@ def _prepare_optimizers(backend: Backend) -> None:
     from vime_optim.simulate import device, megatron
 
     if device.is_enabled():
-        megatron.prepare("torch" if backend.optimizer == "torch" else "te")
+        torch_only = backend.optimizer == "torch" or backend.torch_only
+        megatron.prepare("torch" if torch_only else "te")
 
 
 def _capture(payload: dict[str, Any], job: Job, name: str) -> dict[str, Any]:

@@ -20,6 +20,7 @@ BACKENDS = (
     "hybrid,nopao,f=1",
     "hybrid,nopao,f=0.5",
     "hybrid,nopao,f=0.25",
+    "hybrid,pao,f=0.5,torchonly",
     "fused,pao",
     "fused,pao,norem",
     "fused,pao,m=bf16,v=bf16",
@@ -75,6 +76,8 @@ _ONCE = (
     "0.19.2,hybrid,pao,f=1,dp=2,load:fused",
     "0.19.2,fused,pao,m=fp8,v=fp16,dp=2,1bucket",
     "0.19.2,fused,pao,dp=3->2,fp32norm",
+    "0.16.1,hybrid,pao,f=0.5,torchonly,dp=3->2",
+    "0.19.2,hybrid,nopao,f=0.5,torchonly,dp=2,dp_reshardable",
 )
 
 
