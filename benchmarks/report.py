@@ -22,8 +22,8 @@ def write_all(result: dict[str, Any], path: Path, images: Path | None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for entry in result.get("configurations", []):
         if entry["turns"]:
-            name = f"{path.stem}_{entry['size']}_{entry['backend']}.png".replace(".", "_", 1)
-            plot(result, entry, folder / name.replace("_png", ".png"))
+            size = "" if entry["size"] in path.stem else f"_{entry['size']}"
+            plot(result, entry, folder / f"{path.stem}{size}_{entry['backend']}.png")
 
 
 def turns_of(entry: dict[str, Any], variant: str, part: str) -> Turns:
@@ -114,7 +114,7 @@ def figures(result: dict[str, Any], entry: dict[str, Any]) -> list[tuple[str, st
     return [
         (
             "extra host memory while building the state dict, of own state",
-            "2%",
+            "at most 2%",
             f"{share(OURS, 'save', build, host)} (stock {share(FULLY, 'save', build, host)})",
         ),
         ("bytes sent by collectives while building", "0", "-" if sent is None else f"{sent:.0f}"),
@@ -127,12 +127,12 @@ def figures(result: dict[str, Any], entry: dict[str, Any]) -> list[tuple[str, st
         ("save throughput, against raw parallel writes", "at least 80%", throughput),
         (
             "load: bytes read per rank / its share (states and weights)",
-            "1.1",
+            "at most 1.1",
             f"{max(read) / wanted:.2f}" if read else "-",
         ),
         (
             "load: extra host memory, of own state",
-            "5%",
+            "at most 5%",
             f"{share(OURS, 'load', load, host)} (stock {share(FULLY, 'load', load, host)})",
         ),
         (
@@ -149,13 +149,15 @@ def markdown(result: dict[str, Any]) -> str:
     """The whole report as Markdown."""
     versions = ", ".join(f"{name} {value}" for name, value in result["versions"].items())
     hardware = result["hardware"]
+    commit = result["commit"] if " " in result["commit"] else result["commit"][:12]
     lines = [
-        f"Commit {result['commit'][:12]}, {result['date']}; {versions}. {hardware['device']},"
+        f"Commit {commit}, {result['date']}; {versions}. {hardware['device']},"
         f" {result.get('ranks')} ranks; {hardware['processor']}, {hardware['cores']} cores;"
         f" {hardware['file_system']}.",
         "",
         *_raw_lines(result),
     ]
+    lines += [f"{note}\n" for note in result.get("notes", [])]
     if "problem" in result:
         lines += [f"**Cut short: {result['problem']}.**", ""]
     for entry in result.get("configurations", []):
@@ -252,7 +254,8 @@ def plot(result: dict[str, Any], entry: dict[str, Any], path: Path) -> None:
             bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
         for place, variant in enumerate((FULLY, DP, OURS)):
             values = seconds(entry, variant, part)
-            text = f"{statistics.median(values):.2f} s" if values else "fails"
+            failed = any("error" in t.get(part, {}) for t in entry["turns"])
+            text = f"{statistics.median(values):.2f} s" if values else "fails" if failed else ""
             axis.annotate(text, (place, bottom[place]), ha="center", va="bottom")
         floor = _floor_s(result, entry, part)
         if floor is not None:

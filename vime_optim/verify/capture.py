@@ -298,7 +298,7 @@ def memory_use(states: list[ParameterState]) -> dict[str, Any]:
     for index, state in enumerate(states):
         for kind, stored in state.stored.items():
             # A float8 tensor is a wrapper without memory of its own around its codes.
-            tensor = stored._data if hasattr(stored, "_quantizer") else stored
+            tensor: torch.Tensor = getattr(stored, "_data", stored)
             storage = tensor.untyped_storage()
             name = f"{index}.{kind}"
             own_bytes += tensor.numel() * tensor.element_size()
