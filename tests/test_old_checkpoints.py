@@ -51,7 +51,7 @@ def test_a_per_rank_list_of_steps_is_mended(launchers: LauncherPool, tmp_path: P
     with ForkLauncher(tree) as patched:
         save_without_install(patched, case, folder)
         # The tree itself cannot load what it saved, so the fixture is the fault.
-        with pytest.raises(Exception, match="Cannot merge two lists|UnpicklingError|Weights only"):
+        with pytest.raises(Exception, match=r"Cannot merge two lists|UnpicklingError|Weights only"):
             load_with_install(patched, case.replace(install=False), folder)
         # install() works on the patched tree as well.
         outcome = load_with_install(patched, case, folder)
