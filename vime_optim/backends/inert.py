@@ -43,7 +43,7 @@ def _ensure(optimizer: Any, init_state_fn: Any, config: Any) -> None:
     ]
     if not missing:
         return
-    if is_transformer_engine(optimizer):
+    if is_transformer_engine(optimizer) and hasattr(optimizer, "initialize_state"):
         for _, param in missing:
             _initialize_fused(optimizer, param)
     elif is_native(optimizer) and hasattr(optimizer, "_init_group"):

@@ -238,7 +238,8 @@ def master_slot(dist_opt: Any, model_param: torch.Tensor) -> Slot:
 def _moment_slot(inner: Any, param: torch.Tensor, name: str) -> Slot:
     stored = inner.state[param][name]
     if is_transformer_engine(inner):
-        coded = inner.name_to_dtype_map.get(name, torch.float32)
+        # A float8 state is a tensor of its own kind that passes for float32.
+        coded = getattr(inner, "name_to_dtype_map", {}).get(name, stored.dtype)
         if coded in (torch.float16, torch.uint8):
             return ScaledSlot(name, inner, param)
     return Slot(name, stored)

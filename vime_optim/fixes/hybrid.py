@@ -98,11 +98,12 @@ def _wrap_move_state(original: Any, hit: Hit) -> Any:
         hit()
         for optimizer in self.sub_optimizers:
             for param, state in optimizer.state.items():
-                device = param.device
                 shared = self.state[self.inner_param_to_orig_param.get(param, param)]
                 for name, value in state.items():
-                    if isinstance(value, torch.Tensor) and name not in ("step", STATE_MASTER):
-                        shared[name] = state[name] = value.to(device)
+                    if not isinstance(value, torch.Tensor) or name in ("step", STATE_MASTER):
+                        continue
+                    if value.is_cuda != param.is_cuda:
+                        shared[name] = state[name] = value.to("cuda" if param.is_cuda else "cpu")
 
     return move_new_state_to_right_device
 
