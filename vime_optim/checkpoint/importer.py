@@ -90,7 +90,7 @@ def import_checkpoint(
     report.tensors, report.objects = len(tensors), len(objects)
     report.bytes = sum(tensor.size_bytes for tensor in tensors.values())
     # torch.save of a piece and its bytes object both hold the piece: three of them at once.
-    chunk_bytes = max(4096, min(_CHUNK_BYTES, memory_bytes // 8))
+    chunk_bytes = max(4096, min(_CHUNK_BYTES, memory_bytes // 16))
     with (
         progress("importing", report.bytes, show_progress) as advance,
         new_directory(out) as partial,
