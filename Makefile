@@ -19,9 +19,14 @@ demo: .venv/.setup
 test: .venv/.setup megatron
 	$(PY) -m pytest -m "not matrix and not gpu" $(ARGS)
 
-# The whole resume matrix: hours on two cores. ARGS="-k 0.16.1" runs a part of it.
+# The whole resume matrix: hours on two cores. ARGS="-k 0.16.1" runs a part of it, and
+# ARGS='-m "not matrix"' what CI runs. Results make docs/matrix.md.
+RESULTS := .build/matrix.jsonl
 matrix: .venv/.setup megatron
-	$(PY) -m pytest -m matrix tests/test_resume_matrix.py $(ARGS)
+	rm -f $(RESULTS)
+	VIME_OPTIM_MATRIX_RESULTS=$(CURDIR)/$(RESULTS) \
+	  $(PY) -m pytest tests/test_resume_matrix.py $(ARGS); status=$$?; \
+	  $(PY) -m docs.make_matrix $(RESULTS) && exit $$status
 
 lint: .venv/.lint
 	.venv/bin/ruff check .
