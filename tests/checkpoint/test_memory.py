@@ -11,15 +11,25 @@ import pytest
 
 from tests.checkpoint.synthetic import write_synthetic
 
+ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
 BUDGET = 32 * MIB
 
 MEASURE = """
-import json, sys, threading, psutil
+import contextlib, io, json, sys, tempfile, threading, psutil
 import torch
-from vime_optim.checkpoint import cli, diff, export, importer, inspect, render, repair
-# torch imports part of its writer lazily; that is code, not tensor data
-import torch.distributed.checkpoint.state_dict_saver
+from pathlib import Path
+from tests.checkpoint.synthetic import write_dcp
+from vime_optim.checkpoint import cli
+# Once on a tiny checkpoint: code that is loaded on first use is no tensor data.
+with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+    tiny = str(write_dcp(Path(folder) / "tiny", {"w": torch.ones(2)}))
+    for words in (
+        ["inspect", tiny], ["diff", tiny, tiny], ["repair", tiny, "--out", folder + "/r"],
+        ["export", tiny, "--model", "--out", folder + "/e"],
+        ["import", folder + "/e", "--out", folder + "/i"],
+    ):
+        assert cli.main(words) == 0, words
 process = psutil.Process()
 start = peak = process.memory_info().rss
 done = threading.Event()
@@ -44,6 +54,7 @@ def grown_bytes(*arguments: str) -> int:
         text=True,
         timeout=300,
         check=True,
+        cwd=ROOT,
     )
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["status"] == 0, done.stdout
@@ -84,6 +95,11 @@ def test_the_measurement_sees_a_whole_tensor() -> None:
     """The limit means something: one tensor read whole is already over it."""
     script = MEASURE.replace("cli.main(sys.argv[1:])", "len(torch.ones(16 << 20)) * 0")
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=True
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+        cwd=ROOT,
     )
     assert json.loads(done.stdout.splitlines()[-1])["grown"] > BUDGET

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
+from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 import torch
 
-from vime_optim.checkpoint.boxes import tiles
+from vime_optim.checkpoint.boxes import Box, box_shape, tiles
 from vime_optim.checkpoint.bucket_layout import possible_padding
 from vime_optim.checkpoint.items import carrier_dtype
 from vime_optim.checkpoint.logical import BUCKET, Logical, View, open_view
@@ -22,9 +25,12 @@ from vime_optim.checkpoint.scalars import compare_scalars
 
 EQUAL, DIFFERENT, CANNOT_SAY = 0, 1, 2
 DEFAULT_MEMORY_BYTES = 1 << 30
-_BLOCK_BYTES = 4 * 1024 * 1024
+_BLOCK_BYTES = 2 * 1024 * 1024
+_BLOCKS_A_RUN = 8
+_MAX_THREADS = 4
 
 Bits = np.ndarray[Any, Any]
+_Run = list[tuple[int, Box]]
 
 
 @dataclass
@@ -87,9 +93,12 @@ def diff_checkpoints(
         names = _match_names(*views, report)
         total = sum(views[0].tensors[name].size_bytes * 2 for name in names)
         block_bytes = max(4096, min(_BLOCK_BYTES, memory_bytes // 32))
-        with progress("comparing", total, show_progress) as advance, _Pair(views) as pair:
+        with (
+            progress("comparing", total, show_progress) as advance,
+            _Pair(views, block_bytes) as pair,
+        ):
             for name in names:
-                found = pair.compare(name, block_bytes, advance)
+                found = pair.compare(name, advance)
                 report.compared += 1
                 report.compared_bytes += views[0].tensors[name].size_bytes
                 if found is not None:
@@ -149,71 +158,120 @@ def _judge(report: DiffReport) -> None:
         report.verdict = CANNOT_SAY
 
 
-class _Pair:
-    """Reads the same boxes of both sides, one thread a side, one block ahead of the comparison."""
+@dataclass
+class _Worker:
+    """What one thread reads with: files and buffers of its own."""
 
-    def __init__(self, views: tuple[View, View]) -> None:
+    views: tuple[View, View]
+    buffers: tuple[Bits, Bits]
+
+    def read(self, tensors: tuple[Logical, Logical], box: Box) -> tuple[Bits, Bits]:
+        """Bits of the same box on both sides; valid until the next call."""
+        left, right = (
+            view.read(tensor, box, buffer.view(carrier_dtype(tensor.dtype))).reshape(-1)
+            for view, tensor, buffer in zip(self.views, tensors, self.buffers, strict=True)
+        )
+        return left, right
+
+
+class _Pair:
+    """Compares both sides by runs of blocks, one run a thread at a time.
+
+    A thread reads a block of both sides and compares it at once, while it is in the cache.
+    """
+
+    def __init__(self, views: tuple[View, View], block_bytes: int) -> None:
+        self._block_bytes = block_bytes
         self._views = views
-        self._threads = tuple(ThreadPoolExecutor(1) for _ in views)
-        self._buffers: dict[tuple[int, int], Bits] = {}
+        # A thread keeps a core busy with Python and the copy from the page cache; more threads
+        # than half the cores slow each other down.
+        count = max(1, min(_MAX_THREADS, (os.cpu_count() or 1) // 2))
+        self._workers: SimpleQueue[_Worker] = SimpleQueue()
+        self._all: list[_Worker] = []
+        for _ in range(count):
+            left, right = (
+                View(view.checkpoint.clone(), view.tensors, view.layout_problem) for view in views
+            )
+            buffers = np.empty(block_bytes, np.uint8), np.empty(block_bytes, np.uint8)
+            self._all.append(_Worker((left, right), buffers))
+            self._workers.put(self._all[-1])
+        self._threads = ThreadPoolExecutor(count)
 
     def __enter__(self) -> _Pair:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for threads in self._threads:
-            threads.shutdown(wait=True, cancel_futures=True)
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        for worker in self._all:
+            for view in worker.views:
+                view.checkpoint.close()
 
-    def compare(self, name: str, block_bytes: int, advance: Advance) -> TensorDiff | None:
+    def compare(self, name: str, advance: Advance) -> TensorDiff | None:
         a, b = (view.tensors[name] for view in self._views)
         if a.shape != b.shape:
             return TensorDiff(name, f"shape {a.shape} against {b.shape}", numel=a.numel)
-        widest = max(a.dtype.itemsize, b.dtype.itemsize)
+        for view, tensor in zip(self._views, (a, b), strict=True):
+            if tensor.entry is not None:
+                view.checkpoint.check_cover(tensor.entry)
         found = TensorDiff(name, "values", numel=a.numel)
         if a.dtype != b.dtype:
             found.what = f"dtype {a.dtype} against {b.dtype}"
         padding = list(possible_padding(a.entry)) if a.kind == BUCKET and a.entry else []
         outside = 0
-        for start, left, right in self._blocks(a, b, block_bytes // widest):
-            if a.dtype != b.dtype:
-                _count_values(found, left, a.dtype, right, b.dtype)
-            else:
-                outside += _count_bits(found, start, left, right, a.dtype, padding)
-            advance(left.nbytes + right.nbytes)
+        limit_elem = max(1, self._block_bytes // max(a.dtype.itemsize, b.dtype.itemsize))
+        running: deque[Future[tuple[TensorDiff, int]]] = deque()
+        for run in _runs(a.shape, limit_elem):
+            running.append(self._threads.submit(self._compare_run, (a, b), run, padding))
+            if len(running) > len(self._all):
+                outside += _merge(found, running.popleft().result(), advance)
+        while running:
+            outside += _merge(found, running.popleft().result(), advance)
         if a.dtype != b.dtype:
             found.values_equal = found.differing_elem == 0
             return found
         found.only_padding = bool(padding) and outside == 0
         return found if found.differing_elem else None
 
-    def _blocks(self, a: Logical, b: Logical, limit_elem: int) -> Iterator[tuple[int, Bits, Bits]]:
-        """(flat start, bits of a, bits of b) of every block; valid until the next but one."""
-        boxes = tiles(a.shape, max(1, limit_elem))
-        pending: list[Any] = []
-        start = 0
-        for number, box in enumerate(boxes):
-            pending.append(
-                [
-                    self._threads[side].submit(
-                        self._views[side].read, t, box, self._buffer(t, side, number, limit_elem)
-                    )
-                    for side, t in enumerate((a, b))
-                ]
-            )
-            if len(pending) == 2:
-                yield start, *(f.result().reshape(-1) for f in pending[0])
-                start += pending.pop(0)[0].result().size
-        for futures in pending:
-            yield start, *(f.result().reshape(-1) for f in futures)
+    def _compare_run(
+        self, tensors: tuple[Logical, Logical], run: _Run, padding: list[tuple[int, int]]
+    ) -> tuple[TensorDiff, int]:
+        """Differences of a run, its bytes as `numel`, and how many lie outside padding."""
+        found, outside = TensorDiff("", ""), 0
+        worker = self._workers.get()
+        try:
+            for start, box in run:
+                left, right = worker.read(tensors, box)
+                found.numel += left.nbytes + right.nbytes
+                if tensors[0].dtype == tensors[1].dtype:
+                    outside += _count_bits(found, start, left, right, tensors[0].dtype, padding)
+                else:
+                    _count_values(found, left, tensors[0].dtype, right, tensors[1].dtype)
+        finally:
+            self._workers.put(worker)
+        return found, outside
 
-    def _buffer(self, tensor: Logical, side: int, number: int, limit_elem: int) -> Bits:
-        """One of three buffers a side: one compared, one read, one done being looked at."""
-        dtype = carrier_dtype(tensor.dtype)
-        size = max(1, min(limit_elem, tensor.numel)) * dtype.itemsize
-        raw = self._buffers.get((side, number % 3))
-        if raw is None or raw.nbytes < size:
-            raw = self._buffers[side, number % 3] = np.empty(size, np.uint8)
-        return raw[:size].view(dtype)
+
+def _runs(shape: tuple[int, ...], limit_elem: int) -> Iterator[_Run]:
+    """Blocks with their flat starts, in runs that one thread reads one after the other."""
+    run: _Run = []
+    start = 0
+    for box in tiles(shape, limit_elem):
+        run.append((start, box))
+        start += math.prod(box_shape(box))
+        if len(run) == _BLOCKS_A_RUN:
+            yield run
+            run = []
+    if run:
+        yield run
+
+
+def _merge(found: TensorDiff, part: tuple[TensorDiff, int], advance: Advance) -> int:
+    more, outside = part
+    advance(more.numel)
+    found.differing_elem += more.differing_elem
+    if more.max_abs_diff is not None:
+        found.max_abs_diff = max(found.max_abs_diff or 0.0, more.max_abs_diff)
+    return outside
 
 
 def _memcmp() -> Any:

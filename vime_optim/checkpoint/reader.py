@@ -6,7 +6,9 @@ declared size has been held against the size of the file that should contain it.
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 import os
 import stat
 from collections import OrderedDict
@@ -49,6 +51,7 @@ class Checkpoint:
         self.path = Path(path)
         self._descriptors: OrderedDict[str, int] = OrderedDict()
         self._layouts: dict[tuple[str, tuple[int, ...]], ItemLayout] = {}
+        self._sorted_key: str | None = None
         self._covered: set[str] = set()
         self._common: Any = None
         if not self.path.is_dir():
@@ -70,6 +73,13 @@ class Checkpoint:
         """Closes the files; the object must not be read from any more."""
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
+
+    def clone(self) -> Checkpoint:
+        """The same checkpoint with files of its own, for another thread; close it too."""
+        other = copy.copy(self)
+        other._descriptors = OrderedDict()
+        other._sorted_key = None
+        return other
 
     @property
     def tensors(self) -> dict[str, TensorEntry]:
@@ -179,6 +189,8 @@ class Checkpoint:
                 where=str(self.path / name),
                 next_step="Do not load this checkpoint before you know who wrote it.",
             )
+        if hasattr(os, "posix_fadvise"):  # tensors are read in the order of the file
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         self._descriptors[name] = descriptor
         if len(self._descriptors) > _OPEN_FILES:
             os.close(self._descriptors.popitem(last=False)[1])
@@ -281,7 +293,7 @@ class Checkpoint:
         """
         self.check_cover(entry)
         shape = box_shape(box)
-        numel = int(np.prod(shape, dtype=np.int64))
+        numel = math.prod(shape)
         flat = np.empty(numel, carrier_dtype(entry.dtype)) if out is None else out[:numel]
         target = flat.reshape(shape)
         for chunk in self.chunks_in(entry, box):
@@ -322,7 +334,7 @@ class Checkpoint:
             yield from entry.chunks
 
     def _sorted_chunks(self, entry: TensorEntry) -> tuple[np.ndarray[Any, Any], list[Chunk]]:
-        if getattr(self, "_sorted_key", None) != entry.key:
+        if self._sorted_key != entry.key:
             ordered = sorted(entry.chunks, key=lambda c: (c.offsets[0], c.sizes[0]))
             self._sorted_key = entry.key
             self._sorted = (np.array([c.offsets[0] for c in ordered], dtype=np.int64), ordered)
