@@ -9,7 +9,7 @@ RELEASES := 0.15.3 0.16.1 0.17.1 0.18.2 0.19.2
 export VIME_OPTIM_CACHE_DIR := $(CURDIR)/$(CACHE)
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test lint matrix docs bench clean setup megatron
+.PHONY: demo test test-all lint matrix docs bench clean setup megatron
 
 # The main job: train with PAO and CPU offload, save, resume in fresh ranks, compare every bit;
 # then the same job on the untouched megatron-core, which must fail.
@@ -18,6 +18,10 @@ demo: .venv/.setup
 
 test: .venv/.setup megatron
 	$(PY) -m pytest -m "not matrix and not gpu" $(ARGS)
+
+# Every test but those that need a GPU, the resume matrix included: hours on two cores.
+test-all: .venv/.setup megatron
+	$(PY) -m pytest -m "not gpu" $(ARGS)
 
 # The whole resume matrix: hours on two cores. ARGS="-k 0.16.1" runs a part of it, and
 # ARGS='-m "not matrix"' what CI runs. Results make docs/matrix.md.

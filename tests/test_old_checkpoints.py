@@ -62,7 +62,7 @@ def test_a_per_rank_list_of_steps_is_mended(launchers: LauncherPool, tmp_path: P
     assert outcome.sound
 
 
-@pytest.mark.parametrize("release", ["0.16.1", "0.19.2"])
+@pytest.mark.parametrize("release", ["0.16.1", pytest.param("0.19.2", marks=pytest.mark.matrix)])
 def test_the_step_that_stock_freezes_is_right(
     release: str, launchers: LauncherPool, tmp_path: Path
 ) -> None:
@@ -77,7 +77,7 @@ def test_the_step_that_stock_freezes_is_right(
     assert outcome.sound
 
 
-@pytest.mark.parametrize("release", ["0.15.3", "0.18.2"])
+@pytest.mark.parametrize("release", ["0.15.3", pytest.param("0.18.2", marks=pytest.mark.matrix)])
 def test_classes_in_the_common_state_are_inert(
     release: str, launchers: LauncherPool, tmp_path: Path
 ) -> None:

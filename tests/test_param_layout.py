@@ -76,7 +76,7 @@ def test_a_parameter_that_cannot_be_cut_is_gathered_alone(
         assert sum(answer["counters"].values()) > 0
 
 
-@pytest.mark.parametrize("release", ["0.16.1", "0.19.2"])
+@pytest.mark.parametrize("release", [pytest.param("0.16.1", marks=pytest.mark.matrix), "0.19.2"])
 def test_megatrons_fully_parallel_wrappers_change_nothing(
     release: str, launchers: LauncherPool, tmp_path: Path
 ) -> None:

@@ -282,6 +282,7 @@ def _launch(megatron: str, folder: Path, cases: dict[str, Any]) -> list[dict[str
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
+@pytest.mark.matrix  # minutes; what it shows of stock is shown by tests/verify/test_stock.py too
 def test_stock_megatron_runs_and_fails_as_on_gpus(megatron_path: str, tmp_path: Path) -> None:
     outcomes = _launch(megatron_path, tmp_path, CASES)
     assert outcomes[0]["torch"]["norms"] == outcomes[1]["torch"]["norms"]

@@ -15,9 +15,9 @@ from vime_optim.verify.runner import CaseRun
     "words",
     [
         "hybrid,pao,f=0.5,dp=2",
-        "hybrid,nopao,f=1,dp=2,dp_reshardable",
         "fused,pao,dp=2",
-        "torch,dp=2",
+        pytest.param("hybrid,nopao,f=1,dp=2,dp_reshardable", marks=pytest.mark.matrix),
+        pytest.param("torch,dp=2", marks=pytest.mark.matrix),
     ],
 )
 def test_a_restored_optimizer_is_sound_and_faults_are_named(
