@@ -11,7 +11,13 @@ from typing import Any
 
 import torch
 
-from vime_optim.backends.kinds import is_hybrid, is_native, is_transformer_engine
+from vime_optim.backends.kinds import (
+    is_hybrid,
+    is_native,
+    is_transformer_engine,
+    sub_optimizers,
+)
+from vime_optim.backends.steps import read_step, write_step
 from vime_optim.errors import OptimizerStateError
 
 
@@ -19,12 +25,31 @@ def ensure_state(dist_opt: Any) -> None:
     """Make the state of every parameter that has none. State that exists stays as it is."""
     inner = dist_opt.optimizer
     if is_hybrid(inner):
-        if inner.state:
-            ensure_hybrid_state(inner)
+        made_inert = getattr(type(inner).dummy_step, "__vime_optim__", None)
+        if not inner.state and made_inert:
+            inner.dummy_step()  # Megatron's way, where the fix `inert-state` is in force
         else:
-            inner.dummy_step()  # Megatron's way, which the fix `inert-state` makes inert
+            ensure_hybrid_state(inner)
         return
     _ensure(inner, getattr(dist_opt, "init_state_fn", None), dist_opt.config)
+
+
+def ensure_saveable(dist_opt: Any) -> None:
+    """Make the state of parameters that were never stepped, before a save: zero moments.
+
+    A save may come before the first step; and CPU offload never steps the float32 parameters that
+    stay on the device when torch's Adam updates them (Megatron hands them no gradient).
+    """
+    inner = dist_opt.optimizer
+    step = read_step(inner)
+    held = _count_states(inner)
+    ensure_state(dist_opt)
+    if step is not None and _count_states(inner) != held:
+        write_step(inner, step)  # a checkpoint holds one step for all parameters
+
+
+def _count_states(inner: Any) -> int:
+    return sum(len(optimizer.state) for optimizer in sub_optimizers(inner))
 
 
 def ensure_hybrid_state(hybrid: Any) -> None:

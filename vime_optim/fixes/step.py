@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from vime_optim.backends.groups import groups_only, saved_step, step_into_groups
-from vime_optim.backends.inert import ensure_state
+from vime_optim.backends.inert import ensure_saveable, ensure_state
 from vime_optim.backends.kinds import (
     correct_group_map,
     has_buffers,
@@ -56,6 +56,7 @@ def _wrap_state_dict(original: Any, hit: Hit) -> Any:
             result: dict[str, Any] = original(self)
             return result
         hit()
+        ensure_saveable(self)
         with groups_only(self) as inner:
             result = original(self)
         step_into_groups(inner, result["optimizer"]["param_groups"])
@@ -157,7 +158,7 @@ def _target(name: str, wrap: Wrap, *needed: str) -> Target:
 FIXES = (
     Fix(
         id="step",
-        faults=("F1", "F2", "F3", "F4", "F8", "F18", "F20"),
+        faults=("F1", "F2", "F3", "F4", "F8", "F18", "F20", "F25"),
         summary="step is a counter: kept out of param state, restored from param groups",
         targets=(
             _target("state_dict", _wrap_state_dict),

@@ -1,0 +1,23 @@
+"""Saves a job before its first step, loads it into another, and trains both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from vime_optim.verify import checkpoint, job
+from vime_optim.verify.train import train
+
+
+def save(payload: dict[str, Any]) -> dict[str, Any]:
+    case, built = job._start(payload, loading=False)
+    checkpoint.save(built, Path(payload["directory"]), None)
+    train(built, case.total_steps)
+    return job._finish(payload, built, "after_save")
+
+
+def resume(payload: dict[str, Any]) -> dict[str, Any]:
+    case, built = job._start(payload, loading=True)
+    checkpoint.load(built, Path(payload["directory"]), 0)
+    train(built, case.total_steps)
+    return job._finish(payload, built, "resumed")
