@@ -22,7 +22,8 @@ HEAD = """# Support matrix
 
 Each cell counts cases that resume exactly with install(): train, save, load in fresh processes,
 train on, compare every bit with an uninterrupted run. The cases are in
-`vime_optim/verify/matrix.py`; `make matrix` runs them all.
+`vime_optim/verify/matrix.py`; `make matrix` runs them all, CI a spread of them. A cell counts the
+cases that were run, so an empty one says nothing.
 """
 
 
