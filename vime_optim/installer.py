@@ -55,10 +55,6 @@ def uninstall() -> None:
         counters.clear()
 
 
-def is_installed() -> bool:
-    return _installation is not None
-
-
 def status() -> Report:
     """See `vime_optim.status`. Before install() it diagnoses nothing and lists every fix."""
     from vime_optim.fixes import FIXES

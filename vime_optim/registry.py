@@ -9,7 +9,6 @@ handled the same way, one module at a time, by wrapt's post-import hooks.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from typing import Any
 import wrapt
 
 from vime_optim.errors import ConflictError, InstallError, NotUnderstoodError
-from vime_optim.probe import describe_foreign_layer
+from vime_optim.probe import describe_foreign_layer, missing_parameters
 
 Hit = Callable[[], None]
 Wrap = Callable[[Callable[..., Any], Hit], Callable[..., Any]]
@@ -54,6 +53,16 @@ def fixed_upstream(reason: str) -> Diagnosis:
 
 def not_understood(reason: str) -> Diagnosis:
     return Diagnosis(Verdict.NOT_UNDERSTOOD, reason)
+
+
+def takes(*names: str) -> Callable[[ModuleType, Any], Diagnosis]:
+    """A diagnosis: needed, as long as the target has these parameters."""
+
+    def diagnose(module: ModuleType, original: Any) -> Diagnosis:
+        reason = missing_parameters(original, *names)
+        return not_understood(reason) if reason else NEEDED
+
+    return diagnose
 
 
 @dataclass(frozen=True)
@@ -358,11 +367,3 @@ def _owner_name(owner: Any) -> str:
     if isinstance(owner, ModuleType):
         return owner.__name__
     return f"{owner.__module__}.{owner.__qualname__}"
-
-
-def module_exists(name: str) -> bool:
-    """True when `import name` would find a module; imports only its parents."""
-    try:
-        return name in sys.modules or importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError, AttributeError):
-        return False

@@ -14,14 +14,12 @@ Remove when: no checkpoint of megatron-core 0.15 to 0.18 is left.
 from __future__ import annotations
 
 import os
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from vime_optim.errors import CheckpointError
-from vime_optim.probe import missing_parameters
-from vime_optim.registry import NEEDED, Diagnosis, Fix, Hit, Target, not_understood
+from vime_optim.registry import Fix, Hit, Target, takes
 
 
 def _wrap_load_common(original: Any, hit: Hit) -> Any:
@@ -125,11 +123,6 @@ def _require_only_steps(value: Any, path: str) -> None:
         )
 
 
-def _diagnose(module: ModuleType, original: Any) -> Diagnosis:
-    reason = missing_parameters(original, "checkpoint_dir")
-    return not_understood(reason) if reason else NEEDED
-
-
 _COMMON = "megatron.core.dist_checkpointing.strategies.common"
 
 FIXES = (
@@ -142,15 +135,17 @@ FIXES = (
                 _COMMON,
                 "TorchCommonLoadStrategy.load_common",
                 _wrap_load_common,
-                _diagnose,
+                takes("checkpoint_dir"),
                 optional=True,
             ),
-            Target(_COMMON, "load_common", _wrap_load_common, _diagnose, optional=True),
+            Target(
+                _COMMON, "load_common", _wrap_load_common, takes("checkpoint_dir"), optional=True
+            ),
             Target(
                 "megatron.core.dist_checkpointing.serialization",
                 "load_common_state_dict",
                 _wrap_load_common,
-                _diagnose,
+                takes("checkpoint_dir"),
             ),
         ),
     ),

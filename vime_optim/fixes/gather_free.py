@@ -14,15 +14,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from vime_optim.errors import CheckpointError
 from vime_optim.fixes.restore import write_slot
-from vime_optim.probe import missing_parameters
-from vime_optim.registry import NEEDED, Diagnosis, Fix, Hit, Target, not_understood
+from vime_optim.registry import Fix, Hit, Target, takes
 from vime_optim.reshard.engine import ParamState, build_param_state, finish_load, take_destinations
 from vime_optim.reshard.plan import compare_digests
 
@@ -125,14 +123,6 @@ def _numel(value: Any) -> int | None:
     return int(value.numel()) if type(value) is torch.Tensor else None
 
 
-def _takes(*names: str) -> Any:
-    def diagnose(module: ModuleType, original: Any) -> Diagnosis:
-        reason = missing_parameters(original, *names)
-        return not_understood(reason) if reason else NEEDED
-
-    return diagnose
-
-
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
 
 FIXES = (
@@ -145,25 +135,25 @@ FIXES = (
                 _OPTIMIZER,
                 "DistributedOptimizer.sharded_param_state_fully_reshardable",
                 _wrap_build,
-                _takes("self", "model_sharded_state_dict", "is_loading", "metadata"),
+                takes("self", "model_sharded_state_dict", "is_loading", "metadata"),
             ),
             Target(
                 _OPTIMIZER,
                 "DistributedOptimizer.load_parameter_state_from_fully_reshardable",
                 _wrap_finish,
-                _takes("self", "state_dict"),
+                takes("self", "state_dict"),
             ),
             Target(
                 "megatron.core.dist_checkpointing.serialization",
                 "save",
                 _wrap_save,
-                _takes("sharded_state_dict"),
+                takes("sharded_state_dict"),
             ),
             Target(
                 "megatron.core.dist_checkpointing.strategies.torch",
                 "MCoreLoadPlanner.create_local_plan",
                 _wrap_local_plan,
-                _takes("self"),
+                takes("self"),
             ),
         ),
     ),

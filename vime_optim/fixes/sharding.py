@@ -17,13 +17,11 @@ import inspect
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any
 
 from vime_optim import settings
 from vime_optim.errors import CheckpointError, OptimizerStateError
-from vime_optim.probe import missing_parameters
-from vime_optim.registry import NEEDED, Diagnosis, Fix, Hit, Target, not_understood
+from vime_optim.registry import Fix, Hit, Target, takes
 
 TYPE_KEY = "distrib_optim_sharding_type"
 RECORD_KEY = "param_state_sharding_type"
@@ -222,14 +220,6 @@ def _wrap_metadata(original: Any, hit: Hit) -> Any:
     return build_sharded_state_dict_metadata
 
 
-def _takes(*names: str) -> Any:
-    def diagnose(module: ModuleType, original: Any) -> Diagnosis:
-        reason = missing_parameters(original, *names)
-        return not_understood(reason) if reason else NEEDED
-
-    return diagnose
-
-
 _SERIALIZATION = "megatron.core.dist_checkpointing.serialization"
 
 FIXES = (
@@ -242,28 +232,28 @@ FIXES = (
                 "megatron.core.optimizer.distrib_optimizer",
                 "DistributedOptimizer.sharded_state_dict",
                 _wrap_sharded_state_dict,
-                _takes("model_sharded_state_dict", "is_loading", "metadata"),
+                takes("model_sharded_state_dict", "is_loading", "metadata"),
             ),
             Target(
                 "megatron.core.optimizer.optimizer",
                 "ChainedOptimizer.sharded_state_dict",
                 _wrap_sharded_state_dict,
-                _takes("model_sharded_state_dict", "is_loading"),
+                takes("model_sharded_state_dict", "is_loading"),
             ),
             Target(
                 _SERIALIZATION,
                 "save",
                 _wrap_save,
-                _takes("sharded_state_dict", "checkpoint_dir", "content_metadata"),
+                takes("sharded_state_dict", "checkpoint_dir", "content_metadata"),
             ),
             Target(
-                _SERIALIZATION, "load", _wrap_load, _takes("sharded_state_dict", "checkpoint_dir")
+                _SERIALIZATION, "load", _wrap_load, takes("sharded_state_dict", "checkpoint_dir")
             ),
             Target(
                 "megatron.training.checkpointing",
                 "_build_sharded_state_dict_metadata",
                 _wrap_metadata,
-                _takes("args"),
+                takes("args"),
                 optional=True,
             ),
         ),
