@@ -18,11 +18,13 @@ import torch
 
 @dataclass
 class Phase:
-    """What one rank used in one phase; memory as bytes above what it had before."""
+    """What one rank used in one phase; `extra` is memory above what it had before."""
 
     seconds: float
     host_extra_bytes: int
+    host_peak_bytes: int
     device_extra_bytes: int
+    device_peak_bytes: int
     sent_bytes: int
     read_bytes: int
     written_bytes: int
@@ -70,7 +72,9 @@ class Meter:
         phase = Phase(
             seconds=seconds,
             host_extra_bytes=max(0, host_peak - host_before),
+            host_peak_bytes=host_peak,
             device_extra_bytes=max(0, self._device_peak_bytes() - device_before),
+            device_peak_bytes=self._device_peak_bytes(),
             sent_bytes=sent_bytes,
             read_bytes=io_after["rchar"] - io_before["rchar"],
             written_bytes=io_after["wchar"] - io_before["wchar"],

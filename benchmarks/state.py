@@ -91,7 +91,7 @@ def build(size: Size, backend: Backend, *, simulated: bool) -> Job:
         ),
         module=Float16Module(config, gpt),
     )
-    job = Job(ddp, gpt, get_megatron_optimizer(_optimizer_config(backend), [ddp]))
+    job = Job(ddp, gpt, get_megatron_optimizer(optimizer_config(backend), [ddp]))
     for _ in range(2):
         step(job)
     return job
@@ -131,7 +131,7 @@ def _transformer_config(size: Size, simulated: bool) -> Any:
     )
 
 
-def _optimizer_config(backend: Backend) -> Any:
+def optimizer_config(backend: Backend) -> Any:
     from megatron.core.optimizer import OptimizerConfig
 
     values: dict[str, Any] = {

@@ -210,11 +210,18 @@ class ForkLauncher(_Closing):
 
 
 class ProcessLauncher(_Closing):
-    """Launches on real devices: one process a rank, nothing forked after CUDA has started."""
+    """Launches on real devices: one process a rank, nothing forked after CUDA has started.
 
-    def __init__(self, tree: Path, device: str) -> None:
+    `backend`: of torch's process group, else gloo on the host and NCCL on devices.
+    `ranks_per_device`: more than one share a device, which NCCL refuses.
+    """
+
+    def __init__(
+        self, tree: Path, device: str, *, backend: str | None = None, ranks_per_device: int = 1
+    ) -> None:
         self._tree = tree
         self._device = device
+        self._options = {"backend": backend, "ranks_per_device": ranks_per_device}
 
     def __enter__(self) -> ProcessLauncher:
         return self
@@ -229,6 +236,7 @@ class ProcessLauncher(_Closing):
         timeout_s: float = LAUNCH_TIMEOUT_S,
     ) -> list[Any]:
         request = _request(target, world_size, payload, out, timeout_s, self._device, self._tree)
+        request.update(self._options)
         (out / "request.json").write_text(json.dumps(request))
         environment = rank_environment(self._tree, self._device)
         processes = [self._start(out, rank, environment) for rank in range(world_size)]

@@ -125,8 +125,8 @@ def _init_process_group(request: dict[str, Any], rank: int) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     backend = "gloo"
     if request["device"] == "cuda":
-        torch.cuda.set_device(rank)
-        backend = "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(rank // request.get("ranks_per_device", 1))
+        backend = request.get("backend") or "cpu:gloo,cuda:nccl"
     # Not by URL: a path may hold anything.
     store = dist.FileStore(f"{request['out']}/rendezvous", world_size)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
