@@ -57,7 +57,7 @@ def test_save_steps() -> None:
         ("f=1.5", "not within 0 and 1"),
         ("m=fp64", "dtype of exp_avg"),
         ("async=sometimes", "async mode"),
-        ("steps=0", "at least one step"),
+        ("steps=-1", "negative number"),
         ("every=0", "at least 1"),
     ],
 )

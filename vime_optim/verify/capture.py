@@ -248,6 +248,16 @@ def _job_scalars(job: Job) -> dict[str, Any]:
         "iteration": job.iteration,
         "data_cursor": job.consumed_samples,
         **{f"scheduler.{key}": value for key, value in scheduler.items()},
+        **_scaler_scalars(job),
+    }
+
+
+def _scaler_scalars(job: Job) -> dict[str, Any]:
+    scalers = {id(m.grad_scaler): m.grad_scaler for m in chained(job.optimizer) if m.grad_scaler}
+    return {
+        f"scaler{index}.{key}": float(value)
+        for index, scaler in enumerate(scalers.values())
+        for key, value in scaler.state_dict().items()
     }
 
 

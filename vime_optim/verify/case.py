@@ -10,12 +10,19 @@ A case has a compact spelling that `Case.parse` reads and `Case.name` writes, fo
 - the format: ``fully_reshardable``, ``dp_reshardable``, ``default`` (the caller passes no type),
 - ``dp= tp= pp= ep=``: ``2`` or ``2->3`` for another size at load,
 - ``load:WORD`` gives the loading optimizer another value than the saving one,
-- ``moe`` or ``moe-grouped``; ``tied``; ``fp32norm`` (one fp32 norm weight among bf16 ones),
-- ``1bucket``: one bucket instead of several. With several padded ones, stock megatron-core writes
-  shifted values into fully_reshardable checkpoints, so compare its other faults with one,
+- ``moe`` or ``moe-grouped``, ``moe-on=first`` or ``last`` (experts in that layer alone);
+  ``train=dense`` or ``experts`` (the rest is frozen); ``tied``; ``fp32norm`` (fp32 input norms),
+- ``groups=``: param groups that differ in one thing alone: ``max_lr``, ``min_lr``, ``wd_mult``,
+  ``decoupled`` (the learning rate of embedding and output) or ``both`` (max_lr, min_lr);
+  ``regrouped``: the loading optimizer has them in reverse order,
+- ``fp16``: float16 parameters and a dynamic grad scaler, which starts at 2 to the power ``scale=``,
+- ``1bucket``: one bucket instead of several; ``bucket=``: their size in elements. With several
+  padded ones, stock megatron-core writes shifted values into fully_reshardable checkpoints, so
+  compare its other faults with one,
 - ``stock`` (without vime_optim.install()), ``model-only`` (load the weights alone),
 - ``training`` (save and load through megatron.training.checkpointing, since 0.17),
-- ``async=forked`` or ``async=persistent``; ``steps=``, ``more=``, ``every=`` (save interval).
+- ``async=forked`` or ``async=persistent``; ``steps=`` (0 saves before the first one), ``more=``,
+  ``every=`` (save interval).
 """
 
 from __future__ import annotations
@@ -32,6 +39,9 @@ SHARDINGS = ("fully_reshardable", "dp_reshardable")
 DTYPES = ("fp32", "bf16", "fp16", "fp8")
 ASYNC_MODES = ("off", "forked", "persistent")
 MOE_KINDS = ("none", "sequential", "grouped")
+MOE_LAYERS = ("all", "first", "last")
+TRAINED = ("all", "dense", "experts")
+GROUPS = ("none", "max_lr", "min_lr", "both", "wd_mult", "decoupled")
 
 
 @dataclass(frozen=True)
@@ -72,9 +82,16 @@ class Case:
     load_layout: Layout = field(default_factory=Layout)
     sharding: str | None = "fully_reshardable"
     moe: str = "none"
+    moe_layers: str = "all"
+    trained: str = "all"
     tied: bool = False
     fp32_norm: bool = False
+    groups: str = "none"
+    regrouped: bool = False
+    fp16: bool = False
+    loss_scale_log2: int = 16
     one_bucket: bool = False
+    bucket_numel: int | None = None
     install: bool = True
     model_only: bool = False
     async_mode: str = "off"
@@ -92,11 +109,14 @@ class Case:
         _one_of("the sharding type", self.sharding, (*SHARDINGS, None))
         _one_of("the async mode", self.async_mode, ASYNC_MODES)
         _one_of("the kind of MoE", self.moe, MOE_KINDS)
+        _one_of("the layers with experts", self.moe_layers, MOE_LAYERS)
+        _one_of("the trained part", self.trained, TRAINED)
+        _one_of("the kind of param groups", self.groups, GROUPS)
         if self.via_training and self.async_mode != "off":
             raise VerifyError("an async save through megatron.training is not among the cases")
-        if self.num_steps < 1 or self.more_steps < 0:
+        if self.num_steps < 0 or self.more_steps < 0:
             raise VerifyError(
-                "a verify case needs at least one step before the save",
+                "a verify case has no negative number of steps",
                 got=f"num_steps={self.num_steps}, more_steps={self.more_steps}",
             )
         if self.save_interval is not None and self.save_interval < 1:
@@ -109,7 +129,7 @@ class Case:
     @property
     def save_steps(self) -> tuple[int, ...]:
         """Iterations after which a checkpoint is written; the last is always `num_steps`."""
-        every = self.save_interval or self.num_steps
+        every = self.save_interval or max(self.num_steps, 1)
         regular = range(every, self.num_steps + 1, every)
         return tuple(sorted({*regular, self.num_steps}))
 
@@ -130,14 +150,10 @@ class Case:
                 words.append(f"{size}={here}" if here == there else f"{size}={here}->{there}")
         if not self.same_backend:
             words += [f"load:{word}" for word in _backend_words(self.load_backend)]
-        if self.moe != "none":
-            words.append("moe" if self.moe == "sequential" else "moe-grouped")
-        words += ["tied"] * self.tied + ["fp32norm"] * self.fp32_norm
-        words += ["1bucket"] * self.one_bucket
-        if self.async_mode != "off":
-            words.append(f"async={self.async_mode}")
+        words += _model_words(self)
         words += ["model-only"] * self.model_only + ["training"] * self.via_training
         for word, value, default in (
+            ("async", self.async_mode, "off"),
             ("steps", self.num_steps, 3),
             ("more", self.more_steps, 2),
             ("every", self.save_interval, None),
@@ -224,6 +240,23 @@ def _backend_words(backend: Backend) -> list[str]:
     return words + ["torchonly"] * backend.torch_only
 
 
+def _model_words(case: Case) -> list[str]:
+    words = [] if case.moe == "none" else ["moe" if case.moe == "sequential" else "moe-grouped"]
+    flags = {"tied": case.tied, "fp32norm": case.fp32_norm, "regrouped": case.regrouped}
+    flags |= {"fp16": case.fp16, "1bucket": case.one_bucket}
+    words += [word for word, is_on in flags.items() if is_on]
+    for word, value, default in (
+        ("moe-on", case.moe_layers, "all"),
+        ("train", case.trained, "all"),
+        ("groups", case.groups, "none"),
+        ("scale", case.loss_scale_log2, 16),
+        ("bucket", case.bucket_numel, None),
+    ):
+        if value != default:
+            words.append(f"{word}={value}")
+    return words
+
+
 _FLAGS: dict[str, tuple[str, Any]] = {
     "fully_reshardable": ("sharding", "fully_reshardable"),
     "dp_reshardable": ("sharding", "dp_reshardable"),
@@ -232,6 +265,8 @@ _FLAGS: dict[str, tuple[str, Any]] = {
     "moe-grouped": ("moe", "grouped"),
     "tied": ("tied", True),
     "fp32norm": ("fp32_norm", True),
+    "regrouped": ("regrouped", True),
+    "fp16": ("fp16", True),
     "1bucket": ("one_bucket", True),
     "stock": ("install", False),
     "model-only": ("model_only", True),
@@ -242,6 +277,14 @@ _NUMBERS = {
     "more": "more_steps",
     "every": "save_interval",
     "seed": "seed",
+    "scale": "loss_scale_log2",
+    "bucket": "bucket_numel",
+}
+_TEXTS = {
+    "async": "async_mode",
+    "moe-on": "moe_layers",
+    "train": "trained",
+    "groups": "groups",
 }
 _BACKEND_FLAGS: dict[str, dict[str, Any]] = {
     "hybrid": {"optimizer": "hybrid"},
@@ -291,8 +334,8 @@ def _parse(text: str, megatron: str | None) -> Case:
             sizes[1][key] = _number(word, there or here, int)
         elif key in _NUMBERS and value:
             values[_NUMBERS[key]] = _number(word, value, int)
-        elif key == "async" and value:
-            values["async_mode"] = value
+        elif key in _TEXTS and value:
+            values[_TEXTS[key]] = value
         elif _RELEASE.match(word) or "/" in word:
             values["megatron"] = word
         else:

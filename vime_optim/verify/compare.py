@@ -190,6 +190,24 @@ def compare(
     return found
 
 
+def drop_inert(expected: State, got: State) -> bool:
+    """Leave zeros out of `got` where `expected` was never stepped: a load makes inert state.
+
+    Returns:
+        True when `expected` holds no state beside parameters.
+    """
+    held = set(expected.kinds())
+    if "exp_avg" in held:
+        return False
+    for key in [key for key in got.tensors if key[0] not in held]:
+        if not int(bits(got.tensors[key]).count_nonzero()):
+            del got.tensors[key]
+    for key, value in [(key, value) for key, value in got.values.items() if key[0] == "step"]:
+        if value == 0 and expected.values.get(key) is None:
+            got.values[key] = None
+    return True
+
+
 def round_tied_masters(master: torch.Tensor) -> torch.Tensor:
     """The one rounding of a float32 master (any shape) by a backend that keeps remainders.
 

@@ -42,6 +42,7 @@ def save(payload: dict[str, Any]) -> dict[str, Any]:
             else:
                 checkpoint.save(job, directory, schedule)
 
+    after_step(job)  # a case may save before the first step
     train(job, case.total_steps, after_step)
     if queue is not None:
         queue.maybe_finalize_async_calls(blocking=True)
@@ -82,7 +83,8 @@ def _start(payload: dict[str, Any], *, loading: bool) -> tuple[Case, Job]:
 
         vime_optim.install()
     layout = case.load_layout if loading else case.layout
-    return case, build(case, layout, backend, case.seed + (77 if loading else 0))
+    seed = case.seed + (77 if loading else 0)
+    return case, build(case, layout, backend, seed, loading=loading)
 
 
 def _prepare_optimizers(backend: Backend) -> None:

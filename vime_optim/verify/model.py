@@ -7,7 +7,6 @@ data-parallel borders cut parameters anywhere.
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 
 from vime_optim.verify.case import Backend, Case, Layout
+from vime_optim.verify.model_optimizer import build_optimizer
 
 HIDDEN_SIZE = 40
 HEAD_SIZE = 12
@@ -31,8 +31,6 @@ SEQUENCE_LENGTH = 8
 GLOBAL_BATCH_SIZE = 12
 #: Elements; small enough that the model needs several buckets.
 BUCKET_NUMEL = 9000
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
 
 
 @dataclass
@@ -58,7 +56,7 @@ class Job:
         return module
 
 
-def build(case: Case, layout: Layout, backend: Backend, seed: int) -> Job:
+def build(case: Case, layout: Layout, backend: Backend, seed: int, *, loading: bool = False) -> Job:
     """Initialize model parallelism and build model, optimizer and scheduler for one side."""
     from megatron.core import parallel_state, tensor_parallel
 
@@ -71,7 +69,9 @@ def build(case: Case, layout: Layout, backend: Backend, seed: int) -> Job:
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     device = torch.device("cuda", torch.cuda.current_device())
     model = _build_model(case, layout, device)
-    optimizer = _build_optimizer(backend, model)
+    optimizer = build_optimizer(case, backend, model, loading=loading)
+    if case.fp16:
+        model.config.grad_scale_func = optimizer.scale_loss
     # Stages of a pipeline draw different amounts while they build; all continue alike from here.
     seed_everything(seed + 1)
     job = Job(case, layout, backend, model, optimizer, _build_scheduler(optimizer), device)
@@ -100,7 +100,7 @@ def _build_model(case: Case, layout: Layout, device: torch.device) -> Any:
         _allow_moe_without_te()
     gpt = GPTModel(
         config=config,
-        transformer_layer_spec=_layer_spec(case),
+        transformer_layer_spec=_layer_spec(case, config),
         vocab_size=VOCAB_SIZE,
         max_sequence_length=SEQUENCE_LENGTH,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -116,13 +116,14 @@ def _build_model(case: Case, layout: Layout, device: torch.device) -> Any:
     model = Float16Module(config, gpt)
     if case.fp32_norm:
         _keep_input_norms_in_fp32(gpt)
+    _freeze(case, gpt)
     ddp = DistributedDataParallel(
         config=config,
         ddp_config=DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=True,
             overlap_grad_reduce=True,
-            bucket_size=None if case.one_bucket else BUCKET_NUMEL,
+            bucket_size=None if case.one_bucket else case.bucket_numel or BUCKET_NUMEL,
         ),
         module=model,
     )
@@ -144,6 +145,9 @@ def _transformer_config(case: Case, layout: Layout) -> Any:
             "moe_aux_loss_coeff": 1e-2,
             "moe_grouped_gemm": case.moe == "grouped",
         }
+    if case.moe_layers != "all":
+        where = 0 if case.moe_layers == "first" else NUM_LAYERS - 1
+        moe["moe_layer_freq"] = [int(layer == where) for layer in range(NUM_LAYERS)]
     return TransformerConfig(
         num_layers=NUM_LAYERS,
         hidden_size=HIDDEN_SIZE,
@@ -158,9 +162,10 @@ def _transformer_config(case: Case, layout: Layout) -> Any:
         qk_layernorm=True,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        pipeline_dtype=torch.bfloat16,
+        fp16=case.fp16,
+        bf16=not case.fp16,
+        params_dtype=torch.float16 if case.fp16 else torch.bfloat16,
+        pipeline_dtype=torch.float16 if case.fp16 else torch.bfloat16,
         use_cpu_initialization=True,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -174,9 +179,16 @@ def _transformer_config(case: Case, layout: Layout) -> Any:
     )
 
 
-def _layer_spec(case: Case) -> Any:
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+def _layer_spec(case: Case, config: Any) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_layer_local_spec,
+    )
 
+    if case.moe_layers != "all":
+        return get_gpt_decoder_block_spec(
+            config, use_transformer_engine=False, normalization="RMSNorm"
+        )
     return get_gpt_layer_local_spec(
         num_experts=None if case.moe == "none" else NUM_EXPERTS,
         moe_grouped_gemm=case.moe == "grouped",
@@ -191,6 +203,12 @@ def _allow_moe_without_te() -> None:
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+
+
+def _freeze(case: Case, gpt: Any) -> None:
+    for name, parameter in gpt.named_parameters():
+        if case.trained != "all":
+            parameter.requires_grad_((".experts." in name) == (case.trained == "experts"))
 
 
 def _keep_input_norms_in_fp32(gpt: Any) -> None:
@@ -210,40 +228,6 @@ def _in_fp32(plain: Any) -> Any:
         return result.to(x.dtype)
 
     return forward
-
-
-def optimizer_config(backend: Backend) -> Any:
-    """Megatron's OptimizerConfig for one backend."""
-    from megatron.core.optimizer import OptimizerConfig
-
-    values: dict[str, Any] = {
-        "optimizer": "adam",
-        "lr": 2e-2,
-        "min_lr": 1e-4,
-        "weight_decay": 0.05,
-        "bf16": True,
-        "params_dtype": torch.bfloat16,
-        "use_distributed_optimizer": True,
-        "clip_grad": 1.0,
-        "use_precision_aware_optimizer": backend.pao,
-        "store_param_remainders": backend.remainders,
-        "exp_avg_dtype": DTYPES[backend.exp_avg_dtype],
-        "exp_avg_sq_dtype": DTYPES[backend.exp_avg_sq_dtype],
-    }
-    if backend.optimizer == "hybrid":
-        values.update(
-            optimizer_cpu_offload=True,
-            optimizer_offload_fraction=backend.offload_fraction,
-            overlap_cpu_optimizer_d2h_h2d=True,
-        )
-    known = {field.name for field in dataclasses.fields(OptimizerConfig)}
-    return OptimizerConfig(**{name: value for name, value in values.items() if name in known})
-
-
-def _build_optimizer(backend: Backend, model: Any) -> Any:
-    from megatron.core.optimizer import get_megatron_optimizer
-
-    return get_megatron_optimizer(optimizer_config(backend), [model])
 
 
 def _build_scheduler(optimizer: Any) -> Any:

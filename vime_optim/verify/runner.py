@@ -177,7 +177,7 @@ class CaseRun:
         skip: set[str] | None = None,
         only: set[str] | None = None,
     ) -> None:
-        from vime_optim.verify.compare import compare, load_state
+        from vime_optim.verify.compare import compare, drop_inert, load_state
 
         first = load_state(self.place.captures / expected)
         second = load_state(self.place.captures / got)
@@ -185,11 +185,12 @@ class CaseRun:
         if only is not None:
             left_out |= {*first.kinds(), *second.kinds()} - only
         crossed = not self.case.same_backend
+        unstepped = drop_inert(first, second)
         found = compare(
             first,
             second,
             skip=left_out,
-            round_to_got=crossed,
+            round_to_got=crossed or unstepped,  # a parameter that has no master yet is its own
             # Comparing with the reference run needs no rounding: it started from rounded masters.
             tied_masters=crossed and stage == "loaded" and _keeps_remainders(self.case),
         )

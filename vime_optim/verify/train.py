@@ -41,8 +41,9 @@ def _step(job: Job) -> None:
         micro_batch_size=micro_batch_size,
         forward_only=False,
     )
-    job.optimizer.step()
-    job.scheduler.step(increment=GLOBAL_BATCH_SIZE)
+    was_updated, _, _ = job.optimizer.step()
+    if was_updated:  # the grad scaler found no infinite gradient
+        job.scheduler.step(increment=GLOBAL_BATCH_SIZE)
     job.iteration += 1
     job.consumed_samples += GLOBAL_BATCH_SIZE
 
