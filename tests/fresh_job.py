@@ -21,3 +21,12 @@ def resume(payload: dict[str, Any]) -> dict[str, Any]:
     checkpoint.load(built, Path(payload["directory"]), 0)
     train(built, case.total_steps)
     return job._finish(payload, built, "resumed")
+
+
+def save_again(payload: dict[str, Any]) -> dict[str, Any]:
+    """Save before the first step, train, and save over it what the training made."""
+    case, built = job._start(payload, loading=False)
+    checkpoint.save(built, Path(payload["directory"]) / "again", None)
+    train(built, case.total_steps)
+    checkpoint.save(built, Path(payload["directory"]) / "again_2", None)
+    return job._finish(payload, built, "saved_again")

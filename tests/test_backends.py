@@ -127,7 +127,12 @@ def test_steps_are_written_apart(fused: bool) -> None:
     assert read_step(optimizer) == 41
     pointers = {state["step"].data_ptr() for state in optimizer.state.values()}
     assert len(pointers) == 3
-    next(iter(optimizer.state.values()))["step"] += 1
+    first = next(iter(optimizer.state.values()))
+    first["exp_avg"].fill_(1.0)
+    first["step"] += 1
+    assert read_step(optimizer) == 42, "counters of parameters that were never stepped say nothing"
+    for state in optimizer.state.values():
+        state["exp_avg"].fill_(1.0)
     with pytest.raises(OptimizerStateError, match="disagree"):
         read_step(optimizer)
 

@@ -6,24 +6,27 @@ keep one number per param group; HybridDeviceOptimizer has several optimizers of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from vime_optim.backends.kinds import is_hybrid, is_native, sub_optimizers
+from vime_optim.backends.kinds import STATE_MASTER, is_hybrid, is_native, sub_optimizers
 from vime_optim.errors import OptimizerStateError
 
 
 def read_step(inner: Any) -> int | None:
     """The number of steps taken, or None when nothing counts yet.
 
+    A parameter that never got a gradient keeps the counter that a save or a load gave it. Its
+    moments are all zero, and where counters disagree it has no say.
+
     Raises:
         OptimizerStateError: the counters of one optimizer disagree.
     """
-    found: dict[int, str] = {}
-    for position, optimizer in enumerate(sub_optimizers(inner)):
-        for step in _counters(optimizer):
-            found.setdefault(step, f"{type(optimizer).__name__} #{position}")
+    found = _found(inner, _counters)
+    if len(found) > 1:
+        found = _found(inner, _counters_of_stepped) or {max(found): ""}
     if len(found) > 1:
         raise OptimizerStateError(
             "the step counters of one optimizer disagree",
@@ -33,6 +36,30 @@ def read_step(inner: Any) -> int | None:
             " installed",
         )
     return next(iter(found), None)
+
+
+def _found(inner: Any, counters: Callable[[Any], set[int]]) -> dict[int, str]:
+    """Each value of the counters, and one optimizer that has it."""
+    found: dict[int, str] = {}
+    for position, optimizer in enumerate(sub_optimizers(inner)):
+        for step in counters(optimizer):
+            found.setdefault(step, f"{type(optimizer).__name__} #{position}")
+    return found
+
+
+def _counters_of_stepped(optimizer: Any) -> set[int]:
+    """As `_counters`, without the parameters whose moments are all zero."""
+    if not is_native(optimizer):
+        return _counters(optimizer)
+    return {int(s["step"]) for s in optimizer.state.values() if "step" in s and _has_moments(s)}
+
+
+def _has_moments(state: dict[str, Any]) -> bool:
+    return any(
+        isinstance(value, torch.Tensor) and bool(value.count_nonzero())
+        for name, value in state.items()
+        if name not in ("step", STATE_MASTER)
+    )
 
 
 def _counters(optimizer: Any) -> set[int]:

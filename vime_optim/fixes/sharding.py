@@ -39,6 +39,8 @@ class ShardedOptimizerState(dict[Any, Any]):
 
     sharding_type: str
     rebuild: Callable[[str], dict[Any, Any]]
+    refusal: Exception | None = None
+    """Why Megatron cannot build this type for this model; matters if the checkpoint is of it."""
 
 
 def settle_type(config: Any, requested: str | None, is_loading: bool) -> str:
@@ -109,12 +111,21 @@ def _wrap_sharded_state_dict(original: Any, hit: Hit) -> Any:
                 _inside.yes = False
 
         chosen = settle_type(config, requested, is_loading)
-        result = build(chosen)
-        if not is_loading or not isinstance(result, dict):
+        if not is_loading:
+            return build(chosen)
+        # The checkpoint may well be of another type (a save was made fully_reshardable), and then
+        # this one need not be possible: dp_reshardable refuses small buckets on some ranks (F22).
+        refusal = None
+        try:
+            result = build(chosen)
+        except Exception as error:
+            if chosen == FULLY:
+                raise
+            result, refusal = {}, error
+        if not isinstance(result, dict):
             return result
         state = ShardedOptimizerState(result)
-        state.sharding_type = chosen
-        state.rebuild = build
+        state.sharding_type, state.rebuild, state.refusal = chosen, build, refusal
         return state
 
     return sharded_state_dict
@@ -169,6 +180,8 @@ def _wrap_load(original: Any, hit: Hit) -> Any:
                         state.sharding_type,
                     )
                     parent[key] = state.rebuild(saved)
+                elif state.refusal is not None:
+                    raise state.refusal
         return original(**bound)
 
     return load
