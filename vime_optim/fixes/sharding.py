@@ -13,6 +13,8 @@ Remove when: Megatron enforces or fixes the combination itself.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import inspect
 import logging
 import threading
@@ -106,7 +108,8 @@ def _wrap_sharded_state_dict(original: Any, hit: Hit) -> Any:
             bound["metadata"] = {**metadata, TYPE_KEY: sharding_type}
             _inside.yes = True
             try:
-                return original(**bound)
+                with _collecting_new_garbage_only():
+                    return original(**bound)
             finally:
                 _inside.yes = False
 
@@ -129,6 +132,23 @@ def _wrap_sharded_state_dict(original: Any, hit: Hit) -> Any:
         return state
 
     return sharded_state_dict
+
+
+@contextlib.contextmanager
+def _collecting_new_garbage_only() -> Iterator[None]:
+    """Make Megatron's gc.collect() after a build look at what the build made, and nothing older.
+
+    It walks every object of the process otherwise: 0.2 s, most of the time of a build (measured
+    on H200). Where the user froze objects, nothing is changed, as they could not be told apart.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _bind(function: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:

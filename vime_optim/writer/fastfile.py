@@ -3,7 +3,7 @@
 What torch does for each item: pickle the tensor, open a zip archive on the stream, compute a CRC-32
 over all of its bytes, hand them to Python as `bytes` objects and copy them once more into the
 stream's buffer. Here the archive's few hundred bytes are made beforehand and the tensor's own
-memory goes to the file as it is, in one pass that also feeds the digest of the manifest.
+memory goes to the file as it is, while another thread digests it for the manifest.
 
 The archive has the layout that `torch.load` expects (stored entries, data aligned to 64 bytes).
 The CRC-32 of the data entry is left zero: torch's reader is built without CRC checks, and
@@ -21,6 +21,7 @@ import struct
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ import xxhash
 CHUNK_BYTES = 8 << 20
 """A digest covers this many bytes of a file (the last one of a file: fewer)."""
 
-_PIECE_BYTES = 1 << 20  # hashed, then written while still in cache
+_PIECE_BYTES = 1 << 20  # one write call; also what is digested at once
 _ALIGNMENT_BYTES = 64  # what torch aligns storages to
 _ZIP64_LIMIT = 0xFFFFFFFF
 _SEE_ZIP64 = 0xFFFFFFFF  # in a 32-bit field: the value is in the zip64 record
@@ -63,13 +64,18 @@ class Extent:
 class DigestingFile:
     """A file that is written once, front to back, and digested on the way.
 
+    Whole chunks are digested by a thread of the file's own, so that where a processor is free the
+    write does not wait for it (both calls let go of the interpreter's lock). What is handed to
+    `write` must not change before `finish` returns.
+
     Raises what the operating system raises: OSError with ENOSPC, EIO, EROFS and so on.
     """
 
     def __init__(self, path: str | os.PathLike[str], progress: Callable[[], None] | None = None):
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-        self._hash = xxhash.xxh3_64()
-        self._digests = bytearray()
+        self._chunk: list[memoryview] = []  # parts of the chunk that is not full yet
+        self._digests: list[Future[bytes]] = []
+        self._digester = ThreadPoolExecutor(1, thread_name_prefix="vime_optim digest")
         self._progress = progress
         self.position = 0
 
@@ -79,20 +85,21 @@ class DigestingFile:
         done = 0
         while done < len(view):
             room = CHUNK_BYTES - self.position % CHUNK_BYTES
-            piece = view[done : done + min(_PIECE_BYTES, room)]
-            self._hash.update(piece)
-            _write_all(self._fd, piece)
+            piece = view[done : done + room]
+            self._chunk.append(piece)
+            if len(piece) == room:
+                self._digest_chunk()
+            for start in range(0, len(piece), _PIECE_BYTES):
+                _write_all(self._fd, piece[start : start + _PIECE_BYTES])
             done += len(piece)
             self.position += len(piece)
-            if self.position % CHUNK_BYTES == 0:
-                self._close_chunk()
+            if self._progress is not None and len(piece) == room:
+                self._progress()
         return len(view)
 
-    def _close_chunk(self) -> None:
-        self._digests += self._hash.digest()
-        self._hash.reset()
-        if self._progress is not None:
-            self._progress()
+    def _digest_chunk(self) -> None:
+        self._digests.append(self._digester.submit(_digest, self._chunk))
+        self._chunk = []
 
     def align(self) -> None:
         """Pad with zeros to the next 64-byte boundary."""
@@ -104,13 +111,15 @@ class DigestingFile:
         """Write the trailer, bring everything to stable storage and close."""
         stamp = secrets.token_bytes(STAMP_BYTES)
         self.write(_TRAILER_MAGIC + stamp)
-        if self.position % CHUNK_BYTES:
-            self._close_chunk()
+        if self._chunk:
+            self._digest_chunk()
         os.fsync(self._fd)
+        digests = b"".join(digest.result() for digest in self._digests)
         self.close()
-        return FileRecord(name, self.position, stamp.hex(), bytes(self._digests))
+        return FileRecord(name, self.position, stamp.hex(), digests)
 
     def close(self) -> None:
+        self._digester.shutdown(cancel_futures=True)
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -120,6 +129,14 @@ class DigestingFile:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _digest(parts: Sequence[memoryview]) -> bytes:
+    """xxh3-64 of the parts in a row, 8 bytes, big-endian."""
+    state = xxhash.xxh3_64()
+    for part in parts:
+        state.update(part)
+    return state.digest()
 
 
 def _write_all(fd: int, view: memoryview) -> None:
