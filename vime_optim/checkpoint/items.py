@@ -7,6 +7,7 @@ any flat range of elements is one read at a known offset.
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import pickle
@@ -175,13 +176,7 @@ def read_layout(window: FileWindow, offset_bytes: int, length_bytes: int, where:
     try:
         with open_archive(_as_file(window)) as archive:
             data = read_data_pickle(archive, length_bytes, _PICKLE_LIMIT_BYTES)
-            for name in pickle_globals(data):
-                if name not in _ALLOWED:
-                    raise ValueError(f"names {name}, which is not part of a tensor")
-            tensor = _TensorUnpickler(io.BytesIO(data)).load()
-            if not isinstance(tensor, _Tensor):
-                raise ValueError(f"holds a {type(tensor).__name__}, not a tensor")
-            return _layout(archive, window, tensor, offset_bytes)
+            return _layout(archive, window, _tensor(data), offset_bytes)
     except MemoryError:
         raise
     except Exception as error:
@@ -192,6 +187,18 @@ def read_layout(window: FileWindow, offset_bytes: int, length_bytes: int, where:
             expected="one tensor written by torch.save, whole and uncompressed",
             next_step="Copy the file again from its source; if that is the same, it is damaged.",
         ) from error
+
+
+@functools.lru_cache(maxsize=512)
+def _tensor(data: bytes) -> _Tensor:
+    """What a data.pkl describes; the tensors of one shape have the same one."""
+    for name in pickle_globals(data):
+        if name not in _ALLOWED:
+            raise ValueError(f"names {name}, which is not part of a tensor")
+    tensor = _TensorUnpickler(io.BytesIO(data)).load()
+    if not isinstance(tensor, _Tensor):
+        raise ValueError(f"holds a {type(tensor).__name__}, not a tensor")
+    return tensor
 
 
 def _as_file(window: FileWindow) -> IO[bytes]:

@@ -123,7 +123,21 @@ def _numel(value: Any) -> int | None:
     return int(value.numel()) if type(value) is torch.Tensor else None
 
 
+def _wrap_reader(original: Any, hit: Hit) -> Any:
+    def get_filesystem_reader(*args: Any, **kwargs: Any) -> Any:
+        from vime_optim.reshard import storage
+
+        reader = original(*args, **kwargs)
+        if storage.is_understood(reader):
+            hit()
+            storage.take_over(reader)
+        return reader
+
+    return get_filesystem_reader
+
+
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
+_TORCH_STRATEGY = "megatron.core.dist_checkpointing.strategies.torch"
 
 FIXES = (
     Fix(
@@ -150,10 +164,23 @@ FIXES = (
                 takes("sharded_state_dict"),
             ),
             Target(
-                "megatron.core.dist_checkpointing.strategies.torch",
+                _TORCH_STRATEGY,
                 "MCoreLoadPlanner.create_local_plan",
                 _wrap_local_plan,
                 takes("self"),
+            ),
+        ),
+    ),
+    Fix(
+        id="read-in-place",
+        faults=("F11",),
+        summary="tensors are read from their files straight into place, by several threads",
+        targets=(
+            Target(
+                _TORCH_STRATEGY,
+                "_get_filesystem_reader",
+                _wrap_reader,
+                takes("checkpoint_dir"),
             ),
         ),
     ),

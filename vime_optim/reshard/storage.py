@@ -1,0 +1,137 @@
+"""torch DCP's read_data, without torch.load: tensors are read from their files into place.
+
+Only what is exactly understood is read here: a plain torch.save archive of one contiguous tensor,
+found by a restricted parser that executes nothing. Everything else goes to torch's own reader, and
+is counted in status().
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from vime_optim import installer
+from vime_optim.errors import CheckpointError
+from vime_optim.reshard.frames import Layouts
+from vime_optim.reshard.reading import BoxReader, Source
+
+_TORCH_READ = "tensors read by torch's reader, as their storage is not understood"
+
+
+def is_understood(reader: Any) -> bool:
+    """A reader of torch's own, on a local file system, without transformed streams."""
+    from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
+
+    kind = type(reader)
+    return (
+        isinstance(reader, FileSystemReader)
+        and kind.read_data is FileSystemReader.read_data
+        and kind._slice_file is FileSystemReader._slice_file
+        and type(getattr(reader, "fs", None)) is FileSystem
+    )
+
+
+def take_over(reader: Any) -> None:
+    """Make an understood reader read in place."""
+    reader.read_data = functools.partial(read_data, reader, reader.read_data)
+
+
+def read_data(reader: Any, original: Any, plan: Any, planner: Any) -> Any:
+    """What FileSystemReader.read_data does: fill what `planner` resolves each item to.
+
+    Raises:
+        CheckpointError: a file ends early or cannot be read; names the file and the key.
+    """
+    from torch.distributed.checkpoint.planner import LoadItemType
+
+    tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
+    others = [item for item in plan.items if item.type != LoadItemType.TENSOR]
+    stored = reader.storage_data
+    tensors.sort(key=lambda item: _place(stored[item.storage_index]))
+    left: list[Any] = []
+    layouts = Layouts()
+    with BoxReader(_total_bytes(tensors, planner)) as boxes:
+        for item in tensors:
+            source = _locate(reader, boxes, layouts, item)
+            if source is None:
+                left.append(item)
+            elif not _start(boxes, source, item, planner):
+                # At once: some planners want a resolved item committed before the next one.
+                _read_by_torch(reader, original, plan, planner, item)
+    for item in left:
+        _read_by_torch(reader, original, plan, planner, item)
+    return original(replace(plan, items=others), planner)
+
+
+def _place(info: Any) -> tuple[str, int]:
+    return info.relative_path, info.offset
+
+
+def _total_bytes(items: list[Any], planner: Any) -> int:
+    tensors = planner.metadata.state_dict_metadata if planner.metadata is not None else {}
+    total = 0
+    for item in items:
+        properties = getattr(tensors.get(item.storage_index.fqn), "properties", None)
+        itemsize = properties.dtype.itemsize if properties is not None else 4
+        total += item.lengths.numel() * itemsize
+    return total
+
+
+def _locate(reader: Any, boxes: BoxReader, layouts: Layouts, item: Any) -> Source | None:
+    """Where an item's elements lie; None where its storage is not understood."""
+    info = reader.storage_data[item.storage_index]
+    if getattr(info, "transform_descriptors", None):
+        return None
+    path = os.fspath(reader.fs.concat_path(reader.path, info.relative_path))
+    descriptor = boxes.open(path)
+    key = item.storage_index.fqn
+    size_bytes = os.fstat(descriptor).st_size
+    if info.offset + info.length > size_bytes:
+        raise CheckpointError(
+            "a file of the checkpoint ends before its tensor does",
+            where=f"{path}: {key}",
+            got=f"{size_bytes} bytes",
+            expected=f"at least {info.offset + info.length} bytes",
+            next_step="copy the file again from its source, or load another checkpoint",
+        )
+    try:
+        layout = layouts.find(descriptor, info.offset, info.length, f"{path}: {key}")
+    except CheckpointError:
+        return None  # torch may know how to read it, and says so where it does not
+    offset, size = tuple(item.storage_offsets), tuple(item.lengths)
+    if layout.strides_elem is not None or not len(layout.shape) == len(offset) == len(size):
+        return None
+    if any(o + n > whole for o, n, whole in zip(offset, size, layout.shape, strict=True)):
+        return None
+    return Source(path, key, layout.dtype, layout.start_bytes, layout.shape, offset, size)
+
+
+def _start(boxes: BoxReader, source: Source, item: Any, planner: Any) -> bool:
+    """Start to read one item; False where its destination is not a plain tensor of its size."""
+    target = planner.resolve_tensor(item).detach()
+    plain = type(target) is torch.Tensor and target.layout is torch.strided
+    if not plain or target.size() != item.lengths or target.device.type not in ("cpu", "cuda"):
+        return False
+    boxes.read(source, target, functools.partial(planner.commit_tensor, item, target))
+    return True
+
+
+def _read_by_torch(reader: Any, original: Any, plan: Any, planner: Any, item: Any) -> None:
+    installer.counters[_TORCH_READ] += 1
+    try:
+        original(replace(plan, items=[item]), planner).wait()
+    except CheckpointError:
+        raise
+    except Exception as error:
+        info = reader.storage_data[item.storage_index]
+        path = reader.fs.concat_path(reader.path, info.relative_path)
+        raise CheckpointError(
+            "a tensor of the checkpoint cannot be read",
+            where=f"{path}: {item.storage_index.fqn}",
+            got=f"{type(error).__name__}: {error}"[:300],
+            next_step="copy the file again from its source; if that is the same, it is damaged",
+        ) from error
