@@ -9,34 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from vime_optim.megatron_source import resolve
 from vime_optim.verify.case import Case
 from vime_optim.verify.runner import Outcome, run_case
 
 sys.path.insert(0, str(Path(__file__).parent))
-from resident import REHEARSE, ResidentLauncher, missing_devices
-
-
-class ResidentPool:
-    """One launcher at a time, since every rank holds a GPU context."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._release = ""
-        self._launcher: ResidentLauncher | None = None
-
-    def get(self, release: str) -> ResidentLauncher:
-        if self._launcher is None or release != self._release:
-            self.close()
-            device = "cpu" if REHEARSE else "cuda"
-            self._launcher = ResidentLauncher(resolve(release), device, self._folder / release)
-            self._release = release
-        return self._launcher
-
-    def close(self) -> None:
-        if self._launcher is not None:
-            self._launcher.close()
-        self._launcher = None
+from resident import ResidentPool, missing_devices
 
 
 @pytest.fixture(scope="session")

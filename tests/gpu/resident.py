@@ -155,6 +155,30 @@ class ResidentLauncher:
         return False
 
 
+class ResidentPool:
+    """One launcher at a time, since every rank holds a GPU context."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._release = ""
+        self._launcher: ResidentLauncher | None = None
+
+    def get(self, release: str) -> ResidentLauncher:
+        from vime_optim.megatron_source import resolve
+
+        if self._launcher is None or release != self._release:
+            self.close()
+            device = "cpu" if REHEARSE else "cuda"
+            self._launcher = ResidentLauncher(resolve(release), device, self._folder / release)
+            self._release = release
+        return self._launcher
+
+    def close(self) -> None:
+        if self._launcher is not None:
+            self._launcher.close()
+        self._launcher = None
+
+
 def main() -> None:
     """One rank: requests as JSON lines on standard input, answers as files."""
     options = json.loads(Path(sys.argv[1]).read_text())
@@ -242,10 +266,28 @@ def choose_adam(payload: dict[str, Any], phase: str, device: str) -> None:
     side = "load_backend" if phase in ("resume", "reference") else "backend"
     if payload["case"][side]["optimizer"] == "torch":
         megatron._use_torch(core)
+        _make_adam_run_as(core, payload.get("adam"))
         return
     for place, values in _REAL.items():
         for name, value in values.items():
             setattr(core[place], name, value)
+
+
+def _make_adam_run_as(core: dict[str, Any], implementation: str | None) -> None:
+    """Have torch's AdamW run as "fused", "foreach" or "scalar" instead of as it would choose."""
+    if implementation is None:
+        return
+    import torch
+
+    wanted = {"scalar": {"foreach": False}}.get(str(implementation), {str(implementation): True})
+
+    class AdamW(torch.optim.AdamW):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs, **wanted)
+
+    for place in _NAMES:
+        if hasattr(core[place], "Adam"):
+            core[place].Adam = AdamW
 
 
 _REAL: dict[str, dict[str, Any]] = {}

@@ -7,12 +7,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import resident as gpu
 
 from vime_optim.verify.case import Case
-from vime_optim.verify.runner import Outcome
+from vime_optim.verify.runner import Outcome, run_case
 
 pytestmark = pytest.mark.gpu
 RELEASES = ("0.16.1", "0.19.2")
@@ -47,6 +48,34 @@ def _cases() -> list[Case]:
 @pytest.mark.parametrize("case", _cases(), ids=lambda case: case.name)
 def test_resumes_exactly(case: Case, run: Callable[[Case], Outcome]) -> None:
     outcome = run(case)
+
+    assert outcome.error is None, f"{outcome.summary()}\n{outcome.traceback}"
+    assert outcome.exact, "\n".join([outcome.summary(), *outcome.differences[:12]])
+    assert outcome.sound, outcome.summary()
+
+
+class _RunAs:
+    """A launcher whose ranks run torch's AdamW in one of its implementations."""
+
+    def __init__(self, launcher: gpu.ResidentLauncher, implementation: str) -> None:
+        self._launcher = launcher
+        self._implementation = implementation
+
+    def run(self, target: str, *, payload: dict[str, Any], **kwargs: Any) -> list[Any]:
+        payload = {**payload, "adam": self._implementation}
+        return self._launcher.run(target, payload=payload, **kwargs)
+
+
+@pytest.mark.parametrize("implementation", ["scalar", "foreach", "fused"])
+@pytest.mark.parametrize("sharding", FORMATS)
+@pytest.mark.parametrize("release", RELEASES)
+def test_native_adam_resumes_exactly(
+    release: str, sharding: str, implementation: str, residents: gpu.ResidentPool, tmp_path: Path
+) -> None:
+    case = Case.parse(f"{release},torch,{sharding},dp=2")
+    launcher = _RunAs(residents.get(release), implementation)
+
+    outcome = run_case(launcher, case, tmp_path, timeout_s=90.0)
 
     assert outcome.error is None, f"{outcome.summary()}\n{outcome.traceback}"
     assert outcome.exact, "\n".join([outcome.summary(), *outcome.differences[:12]])
