@@ -5,8 +5,9 @@ after load each moment holds the whole tensor that it was cut from (F10).
 Cause: Megatron makes whole parameters, since its files used to be a regular grid.
 Changes: both directions of the format are replaced by vime_optim/reshard; before anything is
 written the data-parallel ranks compare a digest of the plan; on load, a tensor that the checkpoint
-holds only in part raises.
-Leaves alone: the format itself, Megatron's writers and readers.
+holds only in part raises, plain tensors are read straight into place, and states that FusedAdam
+codes are read one shard at a time when the optimizer takes them.
+Leaves alone: the format itself, Megatron's writers, and its reader where a file is not understood.
 Remove when: Megatron writes irregular shards itself.
 """
 
@@ -123,6 +124,27 @@ def _numel(value: Any) -> int | None:
     return int(value.numel()) if type(value) is torch.Tensor else None
 
 
+def _wrap_resolve(original: Any, hit: Hit) -> Any:
+    def resolve_tensor(self: Any, read_item: Any) -> Any:
+        from vime_optim.reshard import coded
+
+        return coded.with_memory(self, original(self, read_item))
+
+    return resolve_tensor
+
+
+def _wrap_parallel_load(original: Any, hit: Hit) -> Any:
+    def apply_loading_parallelization(self: Any, sharded_state_dict: Any) -> Any:
+        from vime_optim.reshard import coded
+
+        distribution = original(self, sharded_state_dict)
+        if distribution is not None:
+            coded.give_shared_shards_memory(sharded_state_dict, distribution)
+        return distribution
+
+    return apply_loading_parallelization
+
+
 def _wrap_reader(original: Any, hit: Hit) -> Any:
     def get_filesystem_reader(*args: Any, **kwargs: Any) -> Any:
         from vime_optim.reshard import storage
@@ -168,6 +190,18 @@ FIXES = (
                 "MCoreLoadPlanner.create_local_plan",
                 _wrap_local_plan,
                 takes("self"),
+            ),
+            Target(
+                _TORCH_STRATEGY,
+                "MCoreLoadPlanner.resolve_tensor",
+                _wrap_resolve,
+                takes("self", "read_item"),
+            ),
+            Target(
+                "megatron.core.dist_checkpointing.strategies.fully_parallel",
+                "FullyParallelLoadStrategyWrapper.apply_loading_parallelization",
+                _wrap_parallel_load,
+                takes("self", "sharded_state_dict"),
             ),
         ),
     ),

@@ -1,12 +1,13 @@
 """Turns plans into Megatron's ShardedTensors over views of the optimizer's own tensors.
 
 Save: each piece of the plan is a view of a master parameter or moment. Load: the same views are
-where torch DCP writes what it reads; a coded state gets a float32 buffer of its shard's size, which
-is encoded afterwards. No tensor crosses ranks, except for a parameter that cannot be cut.
+where torch DCP writes what it reads; a coded state gets a placeholder and is read afterwards, one
+shard at a time (coded.py). No tensor crosses ranks, except for a parameter that cannot be cut.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from vime_optim.backends.kinds import MASTER
 from vime_optim.backends.slots import Slot, slots_of
 from vime_optim.errors import PlanError
+from vime_optim.reshard.coded import CodedShard, load_shards
 from vime_optim.reshard.layout import ParamLayout, param_layouts
 from vime_optim.reshard.plan import (
     KeyInfo,
@@ -48,13 +50,14 @@ class ParamState(dict[int, Any]):
 class Destination:
     """Where one state of one parameter shard is loaded to.
 
-    `flat` is the slot's own storage or, for a coded state, a float32 host buffer. `views` are its
-    pieces by their number in the state dict.
+    `flat` is the slot's own storage or, for a coded state, a placeholder: that of `coded`. `views`
+    are its pieces by their number in the state dict.
     """
 
     layout: ParamLayout
     slot: Slot | None
     flat: torch.Tensor
+    coded: CodedShard | None = None
     views: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -92,7 +95,7 @@ def build_param_state(dist_opt: Any, model_sharded_state_dict: Any, is_loading: 
                 cut = _cut(layout, name)
                 pieces += cut
                 wanted[layout.name, name] = [(0, layout.end - layout.start)]
-                destination = Destination(layout, slot, _flat(slot, is_loading))
+                destination = _destination(layout, slot, is_loading)
                 entry[name] = _sharded_tensors(layout, destination, cut)
                 destinations[layout.index, name] = destination
         if entry:
@@ -143,13 +146,18 @@ def _checked_plan(
     return load_plan if is_loading else SavePlan(rank, load_plan.pieces, load_plan.keys)
 
 
-def _flat(slot: Slot, is_loading: bool) -> torch.Tensor:
+def _destination(layout: ParamLayout, slot: Slot, is_loading: bool) -> Destination:
     direct = slot.direct()
     if direct is not None:
-        return direct.view(-1)
+        return Destination(layout, slot, direct.view(-1))
     if is_loading:
-        return torch.empty(slot.numel, dtype=torch.float32, device="cpu")
-    return slot.read().view(-1)
+        coded = CodedShard(slot.numel, _may_be_partial(layout))
+        return Destination(layout, slot, coded.placeholder, coded)
+    return Destination(layout, slot, slot.read().view(-1))
+
+
+def _may_be_partial(layout: ParamLayout) -> bool:
+    return bool(getattr(layout.base, "allow_shape_mismatch", False))
 
 
 def _sharded_tensors(
@@ -172,7 +180,7 @@ def _sharded_tensors(
             global_offset=piece.offset,
             axis_fragmentations=None,
             replica_id=piece.replica_id,
-            allow_shape_mismatch=bool(getattr(layout.base, "allow_shape_mismatch", False)),
+            allow_shape_mismatch=_may_be_partial(layout),
         )
     return made
 
@@ -231,7 +239,7 @@ def take_destinations(dist_opt: Any) -> dict[tuple[int, str], Destination] | Non
 def finish_load(
     destinations: Mapping[tuple[int, str], Destination], loaded: Mapping[int, Any], write: Any
 ) -> None:
-    """Bring what was loaded into the optimizer: mostly it is there already.
+    """Bring what was loaded into the optimizer: mostly it is there already; read coded states now.
 
     Args:
         loaded: param state as dist_checkpointing.load returned it.
@@ -239,7 +247,9 @@ def finish_load(
 
     Raises:
         PlanError: a piece is missing from `loaded` or has another size.
+        CheckpointError: a file cannot be read.
     """
+    coded = []
     for (index, name), destination in destinations.items():
         found = (loaded.get(index) or {}).get(name)
         slot, layout = destination.slot, destination.layout
@@ -249,12 +259,14 @@ def finish_load(
                 write(slot, whole[layout.start : layout.end])
             continue
         for number, view in destination.views.items():
-            _into(view, found.get(number) if isinstance(found, dict) else None, layout, name)
+            piece = found.get(number) if isinstance(found, dict) else None
+            _into(destination, view, piece, name)
         assert slot is not None  # a cut parameter has a destination only where it is owned
-        if slot.direct() is None:
-            write(slot, destination.flat)
-        else:
+        if destination.coded is None:
             slot.settle()
+        else:
+            coded.append((destination.coded, slot.device, functools.partial(write, slot)))
+    load_shards(coded)
 
 
 def _whole(found: Any, destination: Destination, name: str) -> torch.Tensor:
@@ -264,9 +276,13 @@ def _whole(found: Any, destination: Destination, name: str) -> torch.Tensor:
     return found.reshape(-1)
 
 
-def _into(view: torch.Tensor, tensor: Any, layout: ParamLayout, name: str) -> None:
+def _into(destination: Destination, view: torch.Tensor, tensor: Any, name: str) -> None:
     if not isinstance(tensor, torch.Tensor) or tensor.numel() != view.numel():
-        raise _missing(layout, name, tensor)
+        raise _missing(destination.layout, name, tensor)
+    if destination.coded is not None:
+        if tensor.device.type == "meta":
+            return  # a placeholder still: its reads are noted
+        view = destination.coded.real(view)
     if tensor.device != view.device or tensor.data_ptr() != view.data_ptr():
         view.copy_(tensor.view(view.shape))
 

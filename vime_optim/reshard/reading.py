@@ -63,8 +63,12 @@ class Source:
     size: tuple[int, ...]
 
     @property
+    def numel(self) -> int:
+        return prod(self.size)
+
+    @property
     def nbytes(self) -> int:
-        return prod(self.size) * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ import torch
 
 from vime_optim import installer
 from vime_optim.errors import CheckpointError
+from vime_optim.reshard.coded import Read, set_deferring, shard_of
 from vime_optim.reshard.frames import Layouts
 from vime_optim.reshard.reading import BoxReader, Source
 
@@ -54,14 +55,18 @@ def read_data(reader: Any, original: Any, plan: Any, planner: Any) -> Any:
     tensors.sort(key=lambda item: _place(stored[item.storage_index]))
     left: list[Any] = []
     layouts = Layouts()
-    with BoxReader(_total_bytes(tensors, planner)) as boxes:
-        for item in tensors:
-            source = _locate(reader, boxes, layouts, item)
-            if source is None:
-                left.append(item)
-            elif not _start(boxes, source, item, planner):
-                # At once: some planners want a resolved item committed before the next one.
-                _read_by_torch(reader, original, plan, planner, item)
+    set_deferring(planner, True)
+    try:
+        with BoxReader(_total_bytes(tensors, planner)) as boxes:
+            for item in tensors:
+                source = _locate(reader, boxes, layouts, item)
+                if source is None:
+                    left.append(item)
+                elif not _start(boxes, source, item, planner):
+                    # At once: some planners want a resolved item committed before the next one.
+                    _read_by_torch(reader, original, plan, planner, item)
+    finally:
+        set_deferring(planner, False)
     for item in left:
         _read_by_torch(reader, original, plan, planner, item)
     return original(replace(plan, items=others), planner)
@@ -111,8 +116,14 @@ def _locate(reader: Any, boxes: BoxReader, layouts: Layouts, item: Any) -> Sourc
 
 
 def _start(boxes: BoxReader, source: Source, item: Any, planner: Any) -> bool:
-    """Start to read one item; False where its destination is not a plain tensor of its size."""
+    """Start to read one item, or note it; False where its destination is not a plain tensor."""
     target = planner.resolve_tensor(item).detach()
+    shard = shard_of(target)
+    if shard is not None and target.size() == item.lengths:
+        size, stride = tuple(target.size()), target.stride()
+        shard.reads.append(Read(source, size, stride, int(target.storage_offset())))
+        planner.commit_tensor(item, target)
+        return True
     plain = type(target) is torch.Tensor and target.layout is torch.strided
     if not plain or target.size() != item.lengths or target.device.type not in ("cpu", "cuda"):
         return False

@@ -1,0 +1,154 @@
+"""Coded states (float16, float8, the 16 low bits of a master) are loaded one shard at a time.
+
+What such a state needs to be read into is float32 and twice its own size, so there must never be
+much of it. A load template therefore holds placeholders without memory. While DCP reads, it is only
+noted which boxes of which files belong to a placeholder; they are read when the optimizer takes its
+state: one shard, encoded at once, then the next. By then the model's parameters are loaded, whose
+bits are the other half of a master that is kept as a remainder.
+
+Where something else than our reader fills a template, a placeholder gets memory of its own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vime_optim.errors import PlanError
+from vime_optim.reshard.reading import BoxReader, Source
+
+_DEFERS = "_vime_optim_defers"
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A box in a file and its place in the flat shard (size, strides and offset in elements)."""
+
+    source: Source
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class CodedShard:
+    """The float32 value of one coded state of one parameter shard, while it is loaded.
+
+    Attributes:
+        placeholder: stands for the value, 1-D float32, on the meta device.
+        buffer: the value on the host, where it had to be given memory; else None.
+        reads: what is to be read into the value.
+        may_be_partial: the checkpoint may lack elements, which are zero then (a padded vocabulary).
+    """
+
+    def __init__(self, numel: int, may_be_partial: bool) -> None:
+        self.placeholder = torch.empty(numel, dtype=torch.float32, device="meta")
+        self.buffer: torch.Tensor | None = None
+        self.reads: list[Read] = []
+        self.may_be_partial = may_be_partial
+        _SHARDS[self.placeholder.untyped_storage()._cdata] = self
+
+    @property
+    def numel(self) -> int:
+        return self.placeholder.numel()
+
+    def real(self, view: torch.Tensor) -> torch.Tensor:
+        """The part of the buffer that `view`, a view of the placeholder, stands for."""
+        if self.buffer is None:
+            self.buffer = self._allocate(torch.device("cpu"))
+        return self.buffer.as_strided(view.size(), view.stride(), view.storage_offset())
+
+    def value(self, boxes: BoxReader, device: torch.device) -> torch.Tensor:
+        """The whole value, read now; on the host where it had to have memory already.
+
+        Raises:
+            PlanError: part of it is neither in the buffer nor among the reads.
+        """
+        flat = self.buffer
+        if flat is None:
+            found = sum(read.source.numel for read in self.reads)
+            if found != self.numel and not self.may_be_partial:
+                raise PlanError(
+                    "a coded optimizer state was not loaded whole",
+                    where=self.reads[0].source.key if self.reads else None,
+                    got=f"{found} elements",
+                    expected=f"{self.numel} elements",
+                    next_step="check the checkpoint with `vime-optim inspect`",
+                )
+            flat = self._allocate(device)
+        for read in sorted(self.reads, key=_position):
+            boxes.read(read.source, flat.as_strided(read.size, read.stride, read.offset))
+        boxes.drain()
+        return flat
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self.buffer = None
+        self.reads = []
+
+    def _allocate(self, device: torch.device) -> torch.Tensor:
+        make = torch.zeros if self.may_be_partial else torch.empty
+        return make(self.numel, dtype=torch.float32, device=device)
+
+
+# By the identity of the placeholder's storage, which every view of it shares.
+_SHARDS: weakref.WeakValueDictionary[int, CodedShard] = weakref.WeakValueDictionary()
+
+
+def _position(read: Read) -> tuple[str, int]:
+    return read.source.path, read.source.start_bytes
+
+
+def shard_of(tensor: Any) -> CodedShard | None:
+    """The shard that `tensor` is a placeholder of, or a view of one; else None."""
+    if type(tensor) is not torch.Tensor or tensor.device.type != "meta":
+        return None
+    return _SHARDS.get(tensor.untyped_storage()._cdata)
+
+
+def set_deferring(planner: Any, defers: bool) -> None:
+    """Whether what reads for a DCP planner notes the reads of coded states instead."""
+    setattr(planner, _DEFERS, defers)
+
+
+def with_memory(planner: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that can be read into: `tensor` itself unless it is a placeholder."""
+    shard = None if getattr(planner, _DEFERS, False) else shard_of(tensor)
+    return tensor if shard is None else shard.real(tensor)
+
+
+def give_shared_shards_memory(sharded_state_dict: Any, distribution: Any) -> None:
+    """Placeholders that ranks will exchange after reading get memory.
+
+    Args:
+        distribution: Megatron's ShardDistribution of a fully parallel load.
+    """
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+    from megatron.core.dist_checkpointing.utils import _sharded_tensor_shard_id
+
+    for sharded in nested_values(sharded_state_dict):
+        if isinstance(sharded, ShardedTensor):
+            shard = shard_of(sharded.data)
+            ranks = distribution.all_ranks_for_shard.get(_sharded_tensor_shard_id(sharded), ())
+            if shard is not None and len(ranks) > 1:
+                sharded.data = shard.real(sharded.data)
+
+
+def load_shards(
+    shards: Iterable[tuple[CodedShard, torch.device, Callable[[torch.Tensor], None]]],
+) -> None:
+    """Read, hand over and release shards, one at a time.
+
+    Args:
+        shards: each with the device of its code, and what takes its value (1-D float32).
+    """
+    ordered = sorted(shards, key=lambda entry: min(map(_position, entry[0].reads), default=("", 0)))
+    total_bytes = sum(read.source.nbytes for shard, _, _ in ordered for read in shard.reads)
+    with BoxReader(total_bytes) as boxes:
+        for shard, device, take in ordered:
+            take(shard.value(boxes, device))
+            shard.release()
