@@ -61,7 +61,10 @@ def run(launchers: LauncherPool, tmp_path: Path) -> Callable[[Case], Outcome]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep tests of one release together, so that each template starts once."""
+    """Keep tests of one release together, so that each template starts once.
+
+    In parallel runs (xdist) they go to one process; so do those of a module, which share fixtures.
+    """
 
     def release_of(item: pytest.Item) -> int:
         for index, release in enumerate(RELEASES):
@@ -70,3 +73,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return -1
 
     items.sort(key=release_of)
+    for item in items:
+        index = release_of(item)
+        group = item.nodeid.split("::")[0] if index < 0 else RELEASES[index]
+        item.add_marker(pytest.mark.xdist_group(group))

@@ -7,6 +7,7 @@ and HybridDeviceOptimizer; gradients are filled in, so that the next step comes 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import os
 import signal
@@ -88,7 +89,7 @@ class Trainer:
         self.sharding = sharding
         self.model, self.optimizer = _build(numel, hybrid)
         self.iteration = 0
-        self.queue = _calls_queue(strategy, persistent)
+        self.queue = _shared_queue(strategy, persistent)
 
     def step(self) -> float:
         """One update with gradients of this iteration's own. Seconds it took."""
@@ -168,6 +169,7 @@ class Trainer:
 
     def close(self) -> None:
         self.queue.close()
+        _shared_queue.cache_clear()
 
 
 class _Block(torch.nn.Module):
@@ -203,6 +205,13 @@ def _build(numel: int, hybrid: bool) -> tuple[Any, Any]:
     known = {field.name for field in dataclasses.fields(OptimizerConfig)}
     kept = {name: value for name, value in values.items() if name in known}
     return model, get_megatron_optimizer(OptimizerConfig(**kept), [model])
+
+
+@functools.cache
+def _shared_queue(strategy: str, persistent: bool) -> Any:
+    """One queue for all trainers of a launch: the first save of a persistent one starts a worker,
+    whose imports take longer than most scenarios."""
+    return _calls_queue(strategy, persistent)
 
 
 def _calls_queue(strategy: str, persistent: bool) -> Any:
@@ -290,7 +299,6 @@ def _exact_case(
             "async save waits", 0
         )
         outcome["manifest"] = (directory / "vime_optim_manifest.json").is_file()
-    trainer.close()
     return outcome
 
 

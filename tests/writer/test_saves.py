@@ -90,9 +90,9 @@ PERSISTENT = [
     "killed_writer:persistent",
     "full_disk:persistent",
     "unguarded_update:persistent",
-    "killed_before_close:persistent",
     "no_shared_memory:persistent",
     "two_jobs:persistent",
+    "killed_before_close:persistent",  # the last, since all share one queue
 ]
 FORKED = [
     "killed_writer:forked",
