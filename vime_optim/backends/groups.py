@@ -35,7 +35,15 @@ _HYBRID_SETTINGS = frozenset(
 
 
 class GroupsOnly(wrapt.ObjectProxy):  # type: ignore[type-arg]
-    """Passes for the inner optimizer (isinstance included), except in these two methods."""
+    """Passes for the inner optimizer (isinstance included), except in these two methods.
+
+    With `matched`, the saved groups in this optimizer's order, a load takes those, whatever
+    Megatron's own matching made of them (F24).
+    """
+
+    def __init__(self, inner: Any, matched: list[dict[str, Any]] | None = None) -> None:
+        super().__init__(inner)
+        self._self_matched = matched
 
     def state_dict(self) -> dict[str, Any]:
         inner = self.__wrapped__
@@ -49,7 +57,7 @@ class GroupsOnly(wrapt.ObjectProxy):  # type: ignore[type-arg]
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        load_groups(self.__wrapped__, state_dict["param_groups"])
+        load_groups(self.__wrapped__, self._self_matched or state_dict["param_groups"])
 
 
 def load_groups(inner: Any, saved_groups: list[dict[str, Any]]) -> None:
@@ -82,10 +90,10 @@ def clean_group(group: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def groups_only(dist_opt: Any) -> Iterator[Any]:
+def groups_only(dist_opt: Any, matched: list[dict[str, Any]] | None = None) -> Iterator[Any]:
     """`dist_opt.optimizer` is a GroupsOnly proxy in this block; yields the real one."""
     inner = dist_opt.optimizer
-    dist_opt.optimizer = GroupsOnly(inner)
+    dist_opt.optimizer = GroupsOnly(inner, matched)
     try:
         yield inner
     finally:

@@ -39,9 +39,14 @@ def sub_optimizers(inner: Any) -> list[Any]:
     return list(inner.sub_optimizers) if is_hybrid(inner) else [inner]
 
 
+def is_stub(dist_opt: Any) -> bool:
+    """True for an optimizer of nothing trainable, which has no inner optimizer."""
+    return bool(getattr(dist_opt, "is_stub_optimizer", False))
+
+
 def has_buffers(dist_opt: Any) -> bool:
-    """False for stubs (nothing trainable) and Megatron-FSDP, which keep no DDP buffers."""
-    if getattr(dist_opt, "is_stub_optimizer", False):
+    """False for stubs and Megatron-FSDP, which keep no DDP buffers."""
+    if is_stub(dist_opt):
         return False
     return not getattr(dist_opt.ddp_config, "use_megatron_fsdp", False)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vime_optim.fixes import (
+    buckets,
     chained,
     common_state,
     finetune,
@@ -13,6 +14,7 @@ from vime_optim.fixes import (
     restore,
     sharding,
     step,
+    stubs,
     writer,
 )
 from vime_optim.registry import Fix
@@ -27,6 +29,8 @@ FIXES: tuple[Fix, ...] = (
     *sharding.FIXES,
     *common_state.FIXES,
     *gather_free.FIXES,
+    *buckets.FIXES,
     *chained.FIXES,
+    *stubs.FIXES,
     *writer.FIXES,
 )

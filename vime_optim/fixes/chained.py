@@ -1,26 +1,31 @@
-"""A checkpoint of another number of chained optimizers loads.
+"""A checkpoint of another number of chained optimizers loads, and every one of them has its step.
 
 Symptom: a MoE run saved with expert parallelism does not load without it, nor the other way; where
 only some pipeline stages hold experts, their step is lost (F21).
 Cause: dense and expert parameters have an optimizer each, or share one; the param groups are common
-state, which rank 0 writes for all, in the shape that its own optimizers have.
+state, which rank 0 writes for all: in the shape that its own optimizers have, and without a step
+where its own shard of them is empty.
 Changes: where the shapes differ, every optimizer gets the groups that fit it from all that were
 saved; an expert group that was not saved takes the hyperparameters and the step of the dense group
-with the same multipliers. Param state is told apart by its keys, and needs no change.
-Leaves alone: every load whose shapes agree.
+with the same multipliers. Groups without a step take that of the others: all optimizers of a chain
+step together. Param state is told apart by its keys, and needs no change.
+Leaves alone: every load whose shapes agree and whose groups have a step.
 Remove when: Megatron keeps param groups by what they hold.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
-from vime_optim.errors import CheckpointError
-from vime_optim.probe import missing_parameters
-from vime_optim.registry import NEEDED, Diagnosis, Fix, Hit, Target, not_understood
+import torch
 
-_EXPERT = "is_expert_parallel"
+from vime_optim.backends.groups import saved_step
+from vime_optim.backends.matching import match_groups
+from vime_optim.probe import missing_parameters
+from vime_optim.registry import NEEDED, Diagnosis, Fix, Hit, Target, not_understood, takes
+
 _OWN = ("param_state", "param_state_sharding_type", "grad_scaler")
 
 
@@ -29,9 +34,76 @@ def _wrap(original: Any, hit: Hit) -> Any:
         hit()
         if isinstance(state_dict, dict) and self.chained_optimizers:
             state_dict = fit_chain(self.chained_optimizers, state_dict)
+            _fill_steps(list(_group_lists(state_dict)))
         original(self, state_dict)
 
     return load_state_dict
+
+
+def _wrap_sharded(original: Any, hit: Hit) -> Any:
+    def sharded_state_dict(
+        self: Any, model_sharded_state_dict: Any, is_loading: bool = False, **kwargs: Any
+    ) -> Any:
+        state = original(self, model_sharded_state_dict, is_loading, **kwargs)
+        if not is_loading and isinstance(state, dict):
+            hit()
+            _fill_steps(list(_group_lists(state)))
+        return state
+
+    return sharded_state_dict
+
+
+def _wrap_save(original: Any, hit: Hit) -> Any:
+    """Ranks of several pipeline stages agree on the step, as rank 0 may hold none of the params."""
+
+    def save(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        if _pipeline_size() > 1:
+            hit()
+            lists = list(_group_lists(sharded_state_dict))
+            _fill_steps(lists, _highest_anywhere(lists))
+        return original(sharded_state_dict, *args, **kwargs)
+
+    return save
+
+
+def _group_lists(state: Any, depth: int = 4) -> Iterator[list[dict[str, Any]]]:
+    """The lists of param groups in a state dict, in whatever place the caller put the optimizer."""
+    state = getattr(state, "data", state)  # a ShardedObject, where every stage writes its own
+    if not isinstance(state, dict) or depth == 0:
+        return
+    groups = state.get("param_groups")
+    if isinstance(groups, list):
+        yield groups
+        return
+    for key, value in state.items():
+        if key in ("optimizer",) or isinstance(key, int):
+            yield from _group_lists(value, depth - 1)
+
+
+def _fill_steps(lists: Iterable[list[dict[str, Any]]], step: int | None = None) -> None:
+    """Give the step of the other groups to those without, in place."""
+    groups = [group for groups in lists for group in groups]
+    step = saved_step(groups) if step is None else step
+    if step is not None:
+        for group in groups:
+            if group.get("step") is None:
+                group["step"] = step
+
+
+def _highest_anywhere(lists: Iterable[list[dict[str, Any]]]) -> int | None:
+    own = saved_step([group for groups in lists for group in groups])
+    device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+    highest = torch.tensor([-1 if own is None else own], dtype=torch.int64, device=device)
+    torch.distributed.all_reduce(highest, op=torch.distributed.ReduceOp.MAX)
+    return int(highest.item()) if int(highest.item()) >= 0 else None
+
+
+def _pipeline_size() -> int:
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        return 1
+    return int(parallel_state.get_pipeline_model_parallel_world_size())
 
 
 def fit_chain(optimizers: list[Any], state_dict: dict[Any, Any]) -> dict[Any, Any]:
@@ -68,31 +140,8 @@ def _entry(
                 entry[key] = other[key]
     inner = getattr(optimizer, "optimizer", None)
     groups = inner.param_groups if inner is not None else []
-    entry["optimizer"] = {"param_groups": [_fitting(group, saved) for group in groups]}
+    entry["optimizer"] = {"param_groups": [dict(g) for g in match_groups(groups, saved)]}
     return entry
-
-
-def _fitting(group: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:
-    wanted = _identity(group)
-    for candidate in saved:
-        if _identity(candidate) == wanted:
-            return candidate
-    for candidate in saved:
-        if _identity({**candidate, _EXPERT: group.get(_EXPERT)}) == wanted:
-            return {**candidate, _EXPERT: group.get(_EXPERT)}
-    raise CheckpointError(
-        "no saved param group fits one of the optimizer's",
-        got="; ".join(str(_identity(candidate)) for candidate in saved),
-        expected=str(wanted),
-        next_step="load with the same weight decay and learning rate multipliers",
-    )
-
-
-def _identity(group: dict[str, Any]) -> tuple[Any, ...]:
-    from megatron.core.optimizer.optimizer import param_group_identifier_keys
-
-    # NeMo writes some of these keys with a prefix.
-    return tuple(group.get(key, group.get(f"pre_{key}")) for key in param_group_identifier_keys)
 
 
 def _diagnose(module: ModuleType, original: Any) -> Diagnosis:
@@ -106,8 +155,20 @@ FIXES = (
     Fix(
         id="chained",
         faults=("F21",),
-        summary="a checkpoint of another number of chained optimizers loads",
+        summary="a checkpoint of another number of chained optimizers loads, steps included",
         targets=(
+            Target(
+                "megatron.core.optimizer.optimizer",
+                "ChainedOptimizer.sharded_state_dict",
+                _wrap_sharded,
+                takes("self", "model_sharded_state_dict", "is_loading"),
+            ),
+            Target(
+                "megatron.core.dist_checkpointing.serialization",
+                "save",
+                _wrap_save,
+                takes("sharded_state_dict"),
+            ),
             Target(
                 "megatron.core.optimizer.optimizer",
                 "ChainedOptimizer.load_state_dict",

@@ -4,12 +4,14 @@ Symptom: save asserts on a 0-dim `step` (F1); a per-rank list of steps in the co
 merged (F2); Adam resumes at step 1 (F3); FusedAdam's counter freezes under fractional offload (F4);
 a fresh torch Adam has no step to save, and one tensor is shared by all parameters (F8); state is
 built twice more on load (F18); where a param group holds float32 and 16-bit parameters, states are
-saved under another parameter's name, or the save fails (F20).
+saved under another parameter's name, or the save fails (F20); groups that differ in max_lr alone
+get one of both values (F24).
 Cause: a counter is handled as if it were a state of the shape of its parameter.
 Changes: param state holds tensors of the parameter's size alone; state_dict() and load_state_dict()
 of the DistributedOptimizer see the inner optimizer's groups without its tensors; the step is read
-from and written to wherever the backend keeps it.
-Leaves alone: Megatron-FSDP, stubs, how groups are matched, the grad scaler.
+from and written to wherever the backend keeps it; saved groups are paired by all that tells
+them apart.
+Leaves alone: Megatron-FSDP, stubs (see chained), the grad scaler.
 Remove when: every supported megatron-core restores each backend's counter.
 """
 
@@ -23,6 +25,7 @@ import torch
 from vime_optim.backends.groups import groups_only, saved_step, step_into_groups
 from vime_optim.backends.inert import ensure_saveable, ensure_state
 from vime_optim.backends.kinds import (
+    MASTER,
     correct_group_map,
     has_buffers,
     is_hybrid,
@@ -30,7 +33,10 @@ from vime_optim.backends.kinds import (
     is_precision_aware,
     is_transformer_engine,
     optimizer_param,
+    owned_params,
+    param_name,
 )
+from vime_optim.backends.matching import match_groups
 from vime_optim.backends.slots import slots_of
 from vime_optim.backends.steps import write_step
 from vime_optim.errors import CheckpointError
@@ -71,15 +77,17 @@ def _wrap_load_state_dict(original: Any, hit: Hit) -> Any:
             original(self, state_dict)
             return
         hit()
-        groups = _groups_of(state_dict)
+        groups = match_groups(self.optimizer.param_groups, _groups_of(state_dict), _identifiers())
         step = saved_step(groups)
         correct_group_map(self)
         ensure_state(self)
         counts_states = is_native(self.optimizer) or is_hybrid(self.optimizer)
         if step is None and counts_states:
             step = 0  # saved before the first step; Megatron asks every group for one
-        with groups_only(self):
-            original(self, _with_one_step(state_dict, groups, step))
+        with groups_only(self, groups):
+            original(self, _with_groups(state_dict, groups, step))
+        if not step and "param_state" in state_dict:
+            _require_no_moments(self)
         if step is not None:
             write_step(self.optimizer, step)
         if "param_state" in state_dict:
@@ -101,14 +109,34 @@ def _groups_of(state_dict: dict[str, Any]) -> list[dict[str, Any]]:
     return groups
 
 
-def _with_one_step(
+def _identifiers() -> tuple[str, ...]:
+    """The keys by which this release pairs param groups."""
+    from megatron.core.optimizer import optimizer
+
+    return tuple(getattr(optimizer, "param_group_identifier_keys", ()))
+
+
+def _with_groups(
     state_dict: dict[str, Any], groups: list[dict[str, Any]], step: int | None
 ) -> dict[str, Any]:
-    """The state dict with the same step in every group, which Megatron asserts for torch's Adam."""
-    if step is None:
-        return state_dict
-    same = [{**group, "step": step} for group in groups]
-    return {**state_dict, "optimizer": {**state_dict["optimizer"], "param_groups": same}}
+    """The state dict with these groups, and the same step in each, as Megatron asserts for Adam."""
+    if step is not None:
+        groups = [{**group, "step": step} for group in groups]
+    return {**state_dict, "optimizer": {**state_dict["optimizer"], "param_groups": groups}}
+
+
+def _require_no_moments(dist_opt: Any) -> None:
+    """A checkpoint without a step was written before the first one: its moments are zero."""
+    for model_param, _ in owned_params(dist_opt):
+        for name, slot in slots_of(dist_opt, model_param).items():
+            if name != MASTER and bool(slot.tensor.count_nonzero()):
+                raise CheckpointError(
+                    "the checkpoint holds moments and no step counter: the counter is lost",
+                    where=f"{name} of {param_name(dist_opt, model_param)}",
+                    got="no step in any param group",
+                    expected="a step, as only a checkpoint of before the first step has none",
+                    next_step="load another checkpoint, or the model without the optimizer",
+                )
 
 
 def _wrap_get(original: Any, hit: Hit) -> Any:
@@ -158,7 +186,7 @@ def _target(name: str, wrap: Wrap, *needed: str) -> Target:
 FIXES = (
     Fix(
         id="step",
-        faults=("F1", "F2", "F3", "F4", "F8", "F18", "F20", "F25"),
+        faults=("F1", "F2", "F3", "F4", "F8", "F18", "F20", "F21", "F24", "F25"),
         summary="step is a counter: kept out of param state, restored from param groups",
         targets=(
             _target("state_dict", _wrap_state_dict),

@@ -6,6 +6,7 @@ DIR/latest_checkpointed_iteration.txt     the newest one that is whole
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -165,7 +166,7 @@ def check_same_model(model_template: dict[str, Any], source: Path) -> None:
     stored = {
         key: tuple(tensor.global_shape)
         for key, tensor in dist_checkpointing.load_tensors_metadata(str(source)).items()
-        if not key.startswith("optimizer.")
+        if not re.match(r"(chained_\d+\.)?optimizer\.", key)
     }
     here: dict[str, tuple[int, ...]] = {}
     by_rank: list[Any] = [None] * torch.distributed.get_world_size()

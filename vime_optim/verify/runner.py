@@ -157,7 +157,7 @@ class CaseRun:
             self._compare("loaded", f"saved_{step}", "loaded", only={"model"})
         else:
             self._compare("loaded", f"saved_{step}", "loaded", skip={"grad"} | self._rng_skip())
-        if case.same_layout and case.same_backend and not case.model_only:
+        if case.same_layout and case.same_backend and not (case.model_only or case.regrouped):
             has_own = (self.place.captures / "continuous").is_dir()
             self._compare("resumed", "continuous" if has_own else "after_save", "resumed")
         elif case.more_steps:
