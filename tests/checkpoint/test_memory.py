@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ MIB = 1 << 20
 BUDGET = 32 * MIB
 
 MEASURE = """
-import contextlib, io, json, sys, tempfile, threading, psutil
+import contextlib, io, json, os, sys, tempfile, threading, psutil
 import torch
 from pathlib import Path
 from tests.checkpoint.synthetic import write_dcp
@@ -30,35 +31,44 @@ with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.Stri
         ["import", folder + "/e", "--out", folder + "/i"],
     ):
         assert cli.main(words) == 0, words
-process = psutil.Process()
-start = peak = process.memory_info().rss
-done = threading.Event()
-def sample():
-    global peak
-    while not done.wait(0.002):
-        peak = max(peak, process.memory_info().rss)
-thread = threading.Thread(target=sample)
-thread.start()
-status = cli.main(sys.argv[1:])
-done.set()
-thread.join()
-print(json.dumps({"status": status, "grown": max(peak, process.memory_info().rss) - start}))
+def measure(words):
+    process = psutil.Process()
+    start = peak = process.memory_info().rss
+    done = threading.Event()
+    def sample():
+        nonlocal peak
+        while not done.wait(0.002):
+            peak = max(peak, process.memory_info().rss)
+    thread = threading.Thread(target=sample)
+    thread.start()
+    status = cli.main(words)
+    done.set()
+    thread.join()
+    return {"status": status, "grown": max(peak, process.memory_info().rss) - start}
+# A process of its own for each command, without the imports of one.
+for words in json.loads(sys.argv[1]):
+    sys.stdout.flush()
+    if os.fork() == 0:
+        print(json.dumps(measure(words)), flush=True)
+        os._exit(0)
+    os.wait()
 """
 
 
-def grown_bytes(*arguments: str) -> int:
-    """How much a command's resident set grows, sampled in a process of its own."""
+def grown_bytes(commands: list[list[str]], script: str = MEASURE) -> list[int]:
+    """How much each command's resident set grows, one after the other, each in its own process."""
     done = subprocess.run(
-        [sys.executable, "-c", MEASURE, *arguments],
+        [sys.executable, "-c", script, json.dumps(commands)],
         capture_output=True,
         text=True,
         timeout=300,
         check=True,
         cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},  # threads of OpenMP survive no fork
     )
-    result = json.loads(done.stdout.splitlines()[-1])
-    assert result["status"] == 0, done.stdout
-    return int(result["grown"])
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"status"')]
+    assert [result["status"] for result in found] == [0] * len(commands), done.stdout + done.stderr
+    return [int(result["grown"]) for result in found]
 
 
 @pytest.fixture(scope="module")
@@ -78,28 +88,22 @@ def test_the_checkpoint_is_larger_than_the_budget(large: tuple[Path, Path]) -> N
 
 def test_commands_stay_within_their_budget(large: tuple[Path, Path], tmp_path: Path) -> None:
     a, b = map(str, large)
-    budget = ("--memory-bytes", "32MiB")
+    budget = ["--memory-bytes", "32MiB"]
     export, made = str(tmp_path / "export"), str(tmp_path / "made")
-    grown = {
-        "inspect": grown_bytes("inspect", a),
-        "diff": grown_bytes("diff", a, b, *budget),
-        "repair": grown_bytes("repair", a, "--out", str(tmp_path / "r"), "--copy", *budget),
-        "export": grown_bytes("export", a, "--out", export, "--model", *budget),
-        "import": grown_bytes("import", export, "--out", made, *budget),
+    commands = {
+        "inspect": ["inspect", a],
+        "diff": ["diff", a, b, *budget],
+        "repair": ["repair", a, "--out", str(tmp_path / "r"), "--copy", *budget],
+        "export": ["export", a, "--out", export, "--model", *budget],
+        "import": ["import", export, "--out", made, *budget],
+        "diff with what was made": ["diff", a, made, *budget],
     }
+    grown = dict(zip(commands, grown_bytes(list(commands.values())), strict=True))
     assert max(grown.values()) <= BUDGET, {k: f"{v / MIB:.1f} MiB" for k, v in grown.items()}
-    assert grown_bytes("diff", a, made, *budget) <= BUDGET
 
 
 def test_the_measurement_sees_a_whole_tensor() -> None:
     """The limit means something: one tensor read whole is already over it."""
-    script = MEASURE.replace("cli.main(sys.argv[1:])", "len(torch.ones(16 << 20)) * 0")
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-        cwd=ROOT,
-    )
-    assert json.loads(done.stdout.splitlines()[-1])["grown"] > BUDGET
+    script = MEASURE.replace("cli.main(words)\n", "len(torch.ones(16 << 20)) * 0\n")
+    assert script != MEASURE
+    assert grown_bytes([[]], script)[0] > BUDGET
