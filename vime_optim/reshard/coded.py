@@ -58,19 +58,20 @@ class CodedShard:
     def real(self, view: torch.Tensor) -> torch.Tensor:
         """The part of the buffer that `view`, a view of the placeholder, stands for."""
         if self.buffer is None:
-            self.buffer = self._allocate(torch.device("cpu"))
+            make = torch.zeros if self.may_be_partial else torch.empty
+            self.buffer = make(self.numel, dtype=torch.float32, device="cpu")
         return self.buffer.as_strided(view.size(), view.stride(), view.storage_offset())
 
-    def value(self, boxes: BoxReader, device: torch.device) -> torch.Tensor:
-        """The whole value, read now; on the host where it had to have memory already.
+    def read_into(self, boxes: BoxReader, flat: torch.Tensor) -> None:
+        """Read what was noted into `flat`, the buffer or other memory of the shard's size.
 
         Raises:
-            PlanError: part of it is neither in the buffer nor among the reads.
+            PlanError: part of the value is neither in the buffer nor among the reads.
+            CheckpointError: a file cannot be read.
         """
-        flat = self.buffer
-        if flat is None:
-            found = sum(read.source.numel for read in self.reads)
-            if found != self.numel and not self.may_be_partial:
+        found = sum(read.source.numel for read in self.reads)
+        if self.buffer is None and found != self.numel:
+            if not self.may_be_partial:
                 raise PlanError(
                     "a coded optimizer state was not loaded whole",
                     where=self.reads[0].source.key if self.reads else None,
@@ -78,20 +79,16 @@ class CodedShard:
                     expected=f"{self.numel} elements",
                     next_step="check the checkpoint with `vime-optim inspect`",
                 )
-            flat = self._allocate(device)
+            flat.zero_()
         for read in sorted(self.reads, key=_position):
-            boxes.read(read.source, flat.as_strided(read.size, read.stride, read.offset))
+            view = flat.as_strided(read.size, read.stride, flat.storage_offset() + read.offset)
+            boxes.read(read.source, view)
         boxes.drain()
-        return flat
 
     def release(self) -> None:
         """Give the memory back."""
         self.buffer = None
         self.reads = []
-
-    def _allocate(self, device: torch.device) -> torch.Tensor:
-        make = torch.zeros if self.may_be_partial else torch.empty
-        return make(self.numel, dtype=torch.float32, device=device)
 
 
 # By the identity of the placeholder's storage, which every view of it shares.
@@ -147,8 +144,29 @@ def load_shards(
         shards: each with the device of its code, and what takes its value (1-D float32).
     """
     ordered = sorted(shards, key=lambda entry: min(map(_position, entry[0].reads), default=("", 0)))
+    memory = _Memory((shard.numel, device) for shard, device, _ in ordered if shard.buffer is None)
     total_bytes = sum(read.source.nbytes for shard, _, _ in ordered for read in shard.reads)
     with BoxReader(total_bytes) as boxes:
         for shard, device, take in ordered:
-            take(shard.value(boxes, device))
+            flat = shard.buffer
+            if flat is None:
+                flat = memory.get(shard.numel, device)
+            shard.read_into(boxes, flat)
+            take(flat)
             shard.release()
+
+
+class _Memory:
+    """One float32 buffer on each device, as large as the largest shard, for one after the other."""
+
+    def __init__(self, wanted: Iterable[tuple[int, torch.device]]) -> None:
+        self._largest: dict[torch.device, int] = {}
+        self._buffers: dict[torch.device, torch.Tensor] = {}
+        for numel, device in wanted:
+            self._largest[device] = max(numel, self._largest.get(device, 0))
+
+    def get(self, numel: int, device: torch.device) -> torch.Tensor:
+        if device not in self._buffers:
+            largest = self._largest[device]
+            self._buffers[device] = torch.empty(largest, dtype=torch.float32, device=device)
+        return self._buffers[device][:numel]

@@ -162,12 +162,12 @@ class BoxReader:
             at = tuple(a + o for a, o in zip(source.offset, offset, strict=True))
             if is_direct and part.is_contiguous():
                 entry = _Entry(None)
-                memory = part.reshape(-1).view(torch.uint8)
+                memory = part
             else:
                 entry = self._staged(source, part, size)
                 assert entry.staged is not None
-                memory = entry.staged.reshape(-1).view(torch.uint8)
-            entry.future = self._pool.submit(_fill, descriptor, source, at, size, _view(memory))
+                memory = entry.staged
+            entry.future = self._pool.submit(_fill, descriptor, source, at, size, _bytes_of(memory))
             self._entries.append(entry)
         self._entries.append(_Entry(None, done=done))
 
@@ -243,8 +243,10 @@ def _host_buffer(nbytes: int, pinned: bool) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8)
 
 
-def _view(memory: torch.Tensor) -> memoryview:
-    return memory.numpy().data
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous host tensor; strides of axes of length one may be anything."""
+    flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    return flat.numpy().data
 
 
 def _fill(

@@ -69,7 +69,12 @@ def read_data(reader: Any, original: Any, plan: Any, planner: Any) -> Any:
         set_deferring(planner, False)
     for item in left:
         _read_by_torch(reader, original, plan, planner, item)
-    return original(replace(plan, items=others), planner)
+    try:
+        return original(replace(plan, items=others), planner)
+    except Exception:
+        for item in others:  # which one was it?
+            _ask_torch(reader, original, plan, planner, item)
+        raise
 
 
 def _place(info: Any) -> tuple[str, int]:
@@ -133,6 +138,10 @@ def _start(boxes: BoxReader, source: Source, item: Any, planner: Any) -> bool:
 
 def _read_by_torch(reader: Any, original: Any, plan: Any, planner: Any, item: Any) -> None:
     installer.counters[_TORCH_READ] += 1
+    _ask_torch(reader, original, plan, planner, item)
+
+
+def _ask_torch(reader: Any, original: Any, plan: Any, planner: Any, item: Any) -> None:
     try:
         original(replace(plan, items=[item]), planner).wait()
     except CheckpointError:
@@ -141,7 +150,7 @@ def _read_by_torch(reader: Any, original: Any, plan: Any, planner: Any, item: An
         info = reader.storage_data[item.storage_index]
         path = reader.fs.concat_path(reader.path, info.relative_path)
         raise CheckpointError(
-            "a tensor of the checkpoint cannot be read",
+            "an item of the checkpoint cannot be read",
             where=f"{path}: {item.storage_index.fqn}",
             got=f"{type(error).__name__}: {error}"[:300],
             next_step="copy the file again from its source; if that is the same, it is damaged",

@@ -1,0 +1,54 @@
+"""Phases of a verify job that also tell how a checkpoint was read."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vime_optim.verify import job
+
+
+def resume(payload: dict[str, Any]) -> dict[str, Any]:
+    """Resume; also what status() counted and the memory that coded shards had, in bytes."""
+    import vime_optim
+    from vime_optim.reshard import coded
+
+    live: dict[int, int] = {}
+    seen = {"most": 0, "largest": 0, "all": 0}
+
+    class Recorded(coded._Memory):
+        def get(self, numel: int, device: torch.device) -> torch.Tensor:
+            flat = super().get(numel, device)
+            seen["all"] += 4 * numel
+            seen["largest"] = max(seen["largest"], 4 * numel)
+            storage = flat.untyped_storage()
+            if id(storage) not in live:
+                live[id(storage)] = storage.nbytes()
+                weakref.finalize(storage, live.pop, id(storage), None)
+            seen["most"] = max(seen["most"], sum(live.values()))
+            return flat
+
+    coded._Memory = Recorded
+    answer = job.resume(payload)
+    return {**answer, "counters": dict(vime_optim.status().counters), "coded": seen}
+
+
+def load_damaged(payload: dict[str, Any]) -> dict[str, Any]:
+    """Cut the largest file of a checkpoint short, or spoil its first archive, and load it."""
+    if torch.distributed.get_rank() == 0:
+        found = Path(payload["directory"]).rglob("*.distcp")
+        files = sorted(found, key=lambda path: path.stat().st_size)
+        with files[-1].open("r+b") as file:
+            if payload["damage"] == "cut":
+                file.truncate(files[-1].stat().st_size // 2)
+            else:
+                file.write(b"\xff" * 64)
+    torch.distributed.barrier()
+    try:
+        job.resume(payload)
+    except BaseException as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"error": ""}

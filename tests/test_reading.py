@@ -1,0 +1,314 @@
+"""Boxes read straight from files, against what torch's own reader makes of them."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, load, save
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+from vime_optim import installer
+from vime_optim.errors import CheckpointError
+from vime_optim.reshard import frames, reading, storage
+from vime_optim.reshard.reading import BoxReader, Source
+from vime_optim.writer.fastfile import write_file
+
+ROOT = Path(__file__).resolve().parents[1]
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
+
+
+@pytest.fixture
+def no_counters() -> Iterator[None]:
+    installer.counters.clear()
+    yield
+    installer.counters.clear()
+
+
+def numbers(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.arange(1, prod(shape) + 1).remainder(120).to(dtype).reshape(shape)
+
+
+@st.composite
+def boxes(draw: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    shape = tuple(draw(st.lists(st.integers(1, 9), max_size=4)))
+    offset = tuple(draw(st.integers(0, length - 1)) for length in shape)
+    size = tuple(draw(st.integers(1, n - o)) for n, o in zip(shape, offset, strict=True))
+    return shape, offset, size
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    box=boxes(),
+    dtype=st.sampled_from(DTYPES),
+    into=st.sampled_from(DTYPES),
+    strided=st.booleans(),
+    small=st.sampled_from([(8, 0, 8), (64, 4, 16), (1 << 20, 4096, 1 << 20)]),
+)
+def test_a_box_is_the_slice_of_its_chunk(
+    box: Any,
+    dtype: torch.dtype,
+    into: torch.dtype,
+    strided: bool,
+    small: tuple[int, int, int],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Any box, dtype and destination, through every way of reading runs with gaps."""
+    shape, offset, size = box
+    chunk = numbers(shape, dtype)
+    path = tmp_path_factory.mktemp("boxes") / "file"
+    path.write_bytes(b"head" + bytes(chunk.reshape(-1).view(torch.uint8).tolist()))
+    wide = torch.zeros((*size, 2), dtype=into)
+    target = wide[..., 1] if strided else torch.zeros(size, dtype=into)
+    source = Source(str(path), "key", dtype, 4, shape, offset, size)
+    piece_bytes, gap_bytes, span_bytes = small
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reading, "PIECE_BYTES", piece_bytes)
+        patch.setattr(reading, "_GAP_BYTES", gap_bytes)
+        patch.setattr(reading, "_SPAN_BYTES", span_bytes)
+        done = []
+        with BoxReader(0, threads=2) as reader:
+            reader._slot_bytes = min(piece_bytes, reader._slot_bytes)
+            reader.read(source, target, lambda: done.append(target.clone()))
+    index = tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
+    expected = chunk[index].to(into)
+    assert torch.equal(target, expected)
+    assert torch.equal(done[0], expected)
+    if strided:
+        assert not wide[..., 0].any()
+
+
+def test_only_the_box_is_read(tmp_path: Path) -> None:
+    """Rows of a chunk are read without their neighbours, and columns without theirs."""
+    chunk = numbers((64, 1 << 14), torch.float32)
+    path = tmp_path / "file"
+    path.write_bytes(chunk.numpy().tobytes())
+    for offset, size in (((5, 0), (7, 1 << 14)), ((0, 1 << 13), (64, 1 << 12))):
+        target = torch.zeros(size)
+        source = Source(str(path), "key", torch.float32, 0, (64, 1 << 14), offset, size)
+        before = _bytes_read()
+        with BoxReader(source.nbytes) as reader:
+            reader.read(source, target)
+        # /proc itself is read as well, a few hundred bytes.
+        assert _bytes_read() - before <= source.nbytes + 4096
+
+
+def _bytes_read() -> int:
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("rchar")))
+
+
+def test_a_short_file_raises_with_its_name_and_key(tmp_path: Path) -> None:
+    path = tmp_path / "short.distcp"
+    path.write_bytes(bytes(100))
+    source = Source(str(path), "optimizer.key", torch.float32, 0, (50,), (0,), (50,))
+    message = r"(?s)short\.distcp: optimizer\.key.*200 bytes"
+    with pytest.raises(CheckpointError, match=message), BoxReader(200) as reader:
+        reader.read(source, torch.zeros(50))
+    with pytest.raises(CheckpointError, match=r"nowhere\.distcp"), BoxReader(4) as reader:
+        reader.open(str(tmp_path / "nowhere.distcp"))
+
+
+def test_staging_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    original = reading._host_buffer
+
+    def count(nbytes: int, pinned: bool) -> torch.Tensor:
+        made.append(nbytes)
+        return original(nbytes, pinned)
+
+    monkeypatch.setattr(reading, "_host_buffer", count)
+    chunk = numbers((1 << 22,), torch.float32)
+    path = tmp_path / "file"
+    path.write_bytes(chunk.numpy().tobytes())
+    target = torch.zeros(1 << 22, dtype=torch.float64)
+    source = Source(str(path), "key", torch.float32, 0, (1 << 22,), (0,), (1 << 22,))
+    with BoxReader(source.nbytes) as reader:
+        reader.read(source, target)
+    assert sum(made) <= 1 << 20
+    assert torch.equal(target, chunk.double())
+
+
+def test_equal_archives_are_parsed_once(tmp_path: Path) -> None:
+    """Of our writer's files one archive of each shape; of torch's every one, with the same end."""
+    tensors = [numbers((6, 4), torch.float32) + number for number in range(5)]
+    extents, _ = write_file(tmp_path / "ours", "ours", [*tensors, numbers((2,), torch.bfloat16)])
+    with BoxReader(0) as reader:
+        layouts = frames.Layouts()
+        descriptor = reader.open(str(tmp_path / "ours"))
+        data = (tmp_path / "ours").read_bytes()
+        for extent, tensor in zip(extents, tensors, strict=False):
+            found = layouts.find(descriptor, extent.offset, extent.length, "here")
+            raw = data[found.start_bytes : found.start_bytes + tensor.nbytes]
+            assert raw == tensor.numpy().tobytes()
+        assert layouts.parsed == 1
+        last = extents[-1]
+        found = layouts.find(descriptor, last.offset, last.length, "here")
+        assert (found.dtype, found.shape, layouts.parsed) == (torch.bfloat16, (2,), 2)
+
+
+def test_an_archive_of_the_same_length_but_another_shape_is_told_apart(tmp_path: Path) -> None:
+    tensors = [numbers((6, 4), torch.float32), numbers((4, 6), torch.float32)]
+    extents, _ = write_file(tmp_path / "ours", "ours", tensors)
+    assert extents[0].length == extents[1].length
+    with BoxReader(0) as reader:
+        layouts = frames.Layouts()
+        descriptor = reader.open(str(tmp_path / "ours"))
+        shapes = [layouts.find(descriptor, e.offset, e.length, "here").shape for e in extents]
+    assert shapes == [(6, 4), (4, 6)]
+
+
+def checkpoint(folder: Path) -> dict[str, torch.Tensor]:
+    state = {
+        "weight": numbers((30, 20), torch.bfloat16),
+        "moment": numbers((30, 20), torch.float32),
+        "scalar": torch.tensor(3.5),
+        "empty": torch.zeros(0, 4),
+        "turned": numbers((5, 7), torch.float32).t(),
+        "bytes": {"any": "object"},
+    }
+    save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
+    return state
+
+
+def load_with_ours(state: dict[str, Any], folder: Path) -> None:
+    reader = FileSystemReader(folder)
+    assert storage.is_understood(reader)
+    storage.take_over(reader)
+    load(state, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=True)
+
+
+def test_a_checkpoint_of_stock_torch_loads_exactly(tmp_path: Path, no_counters: None) -> None:
+    state = checkpoint(tmp_path)
+    loaded: dict[str, Any] = {
+        key: torch.zeros_like(value) if isinstance(value, torch.Tensor) else {"any": ""}
+        for key, value in state.items()
+    }
+    loaded["moment"] = loaded["moment"].to(torch.bfloat16)  # converted, as torch does
+    load_with_ours(loaded, tmp_path)
+    assert loaded["bytes"] == {"any": "object"}
+    for key, value in state.items():
+        if key == "moment":
+            value = value.to(torch.bfloat16)
+        if key != "bytes":
+            assert torch.equal(loaded[key], value), key
+    # Only the tensor whose elements are not stored in its own order.
+    assert sum(installer.counters.values()) == 1
+
+
+def item_of(folder: Path, key: str) -> tuple[Path, int, int]:
+    metadata = FileSystemReader(folder).read_metadata()
+    for index, info in metadata.storage_data.items():
+        if index.fqn == key:
+            return folder / info.relative_path, info.offset, info.length
+    raise KeyError(key)
+
+
+def test_a_truncated_file_raises_with_its_name_and_key(tmp_path: Path, no_counters: None) -> None:
+    state = {"moment": numbers((30, 20), torch.float32)}
+    save(state, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    path, offset, length = item_of(tmp_path, "moment")
+    with path.open("r+b") as file:
+        file.truncate(offset + length - 1)
+    with pytest.raises(BaseException, match=f"(?s){path.name}: moment.*{offset + length} bytes"):
+        load_with_ours({"moment": torch.zeros(30, 20)}, tmp_path)
+
+
+@pytest.mark.parametrize("where", ["directory", "pickle"])
+def test_a_corrupted_archive_raises_with_its_name_and_key(
+    where: str, tmp_path: Path, no_counters: None
+) -> None:
+    state = {"moment": numbers((30, 20), torch.float32)}
+    save(state, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    path, _, _ = item_of(tmp_path, "moment")
+    data = bytearray(path.read_bytes())
+    at = data.index(b"PK\x05\x06") if where == "directory" else data.index(b"FloatStorage")
+    data[at : at + 4] = b"\xff\xff\xff\xff"
+    path.write_bytes(data)
+    with pytest.raises(BaseException, match=f"{path.name}: moment"):
+        load_with_ours({"moment": torch.zeros(30, 20)}, tmp_path)
+    assert sum(installer.counters.values()) == 1  # torch was asked as well
+
+
+def test_another_reader_is_left_alone(tmp_path: Path) -> None:
+    class Other(FileSystemReader):
+        def read_data(self, plan: Any, planner: Any) -> Any:
+            raise NotImplementedError
+
+    assert not storage.is_understood(Other(tmp_path))
+    assert not storage.is_understood(io.BytesIO())
+
+
+MEASURE = """
+import json, sys, threading, psutil, torch
+from vime_optim.reshard.coded import CodedShard, Read, load_shards
+from vime_optim.reshard.reading import Source
+path, count, numel = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+def shards(number, size):
+    made = []
+    for index in range(number):
+        shard = CodedShard(size, False)
+        source = Source(path, "key", torch.float32, 4 * index * size, (size,), (0,), (size,))
+        shard.reads.append(Read(source, (size,), (1,), 0))
+        made.append(shard)
+    return made
+codes = [torch.zeros(numel, dtype=torch.int16) for _ in range(count)]
+for code in codes:
+    code.fill_(1)
+def entries(made):
+    def take(code, value):
+        # In pieces, so that the code's own needs do not count.
+        for start in range(0, value.numel(), 1 << 16):
+            part = value[start : start + (1 << 16)].view(torch.int32) >> 16
+            code[start : start + part.numel()].copy_(part)
+    cpu = torch.device("cpu")
+    return [(s, cpu, lambda v, c=c: take(c, v)) for s, c in zip(made, codes)]
+load_shards(entries(shards(2, 1024)))  # what is loaded on first use is no tensor data
+process = psutil.Process()
+start = peak = process.memory_info().rss
+done = threading.Event()
+def sample():
+    global peak
+    while not done.wait(0.001):
+        peak = max(peak, process.memory_info().rss)
+thread = threading.Thread(target=sample)
+thread.start()
+load_shards(entries(shards(count, numel)))
+done.set()
+thread.join()
+exact = all(int(code[-1]) == (torch.tensor(float(i)).view(torch.int32) >> 16)
+            for i, code in enumerate(codes))
+print(json.dumps({"grown": peak - start, "exact": bool(exact)}))
+"""
+
+
+def test_coded_shards_take_the_memory_of_one(tmp_path: Path) -> None:
+    """Eight shards of 16 MiB as float32, sampled: 5% of the state and one shard, not eight."""
+    count, numel = 8, 4 << 20
+    with (tmp_path / "file").open("wb") as file:
+        for number in range(count):
+            file.write(torch.full((numel,), float(number)).numpy().tobytes())
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(tmp_path / "file"), str(count), str(numel)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["exact"]
+    shard_bytes = 4 * numel
+    own_bytes = 2 * numel * count
+    assert result["grown"] <= shard_bytes + own_bytes // 20 + (2 << 20)
