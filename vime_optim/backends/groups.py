@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import wrapt
 
-from vime_optim.backends.kinds import is_hybrid
+from vime_optim.backends.kinds import is_hybrid, is_native
 from vime_optim.backends.steps import read_step
 from vime_optim.errors import CheckpointError
 
@@ -108,8 +108,13 @@ def saved_step(groups: list[dict[str, Any]]) -> int | None:
 
 
 def step_into_groups(inner: Any, groups: list[dict[str, Any]]) -> None:
-    """Record the optimizer's step in every saved group, where Megatron's loaders look for it."""
+    """Record the optimizer's step in every saved group, where Megatron's loaders look for it.
+
+    One that holds no parameter of this rank knows no step, and must not claim to be at 0.
+    """
     step = read_step(inner)
-    if step is not None:
-        for group in groups:
+    for group in groups:
+        if step is not None:
             group["step"] = step
+        elif is_native(inner):
+            group.pop("step", None)
