@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import multiprocessing
 import os
 import platform
 import shutil
@@ -163,6 +164,9 @@ def run_rank(rank: int, arguments: argparse.Namespace, folder: Path) -> None:
     if rank == 0:
         (folder / "report.json").write_text(json.dumps(report))
     torch.distributed.barrier()
+    # Stock's writer started helpers by spawn, which would keep our output open after us.
+    for child in multiprocessing.active_children():
+        child.kill()
     os._exit(0)
 
 

@@ -19,18 +19,23 @@ from vime_optim.verify.capture import chained
 from vime_optim.verify.model import Job
 from vime_optim.verify.train import train
 
-#: Clock cycles that a stream is held up; some 0.1 s.
-HELD_UP_CYCLES = 200_000_000
+#: Clock cycles that a stream is held up; some 0.3 s.
+HELD_UP_CYCLES = 500_000_000
 #: What a step may call that waits for the device.
 WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize")
 
 
 def rounds(payload: dict[str, Any]) -> dict[str, Any]:
-    """Save and load `rounds` times; device bytes and pinned host tensors after each."""
+    """Save and load `rounds` times; device bytes and pinned host tensors after each.
+
+    The first entry is from before all saves.
+    """
     _, built = job._start(payload, loading=False)
     train(built, 1)
     directory = Path(payload["directory"])
-    seen = []
+    gc.collect()
+    torch.cuda.synchronize()
+    seen = [{"device_bytes": torch.cuda.memory_allocated(), **_host_tensors(built)}]
     for _ in range(payload["rounds"]):
         checkpoint.save(built, directory, None)
         checkpoint.load(built, directory, built.iteration)
@@ -77,11 +82,10 @@ def copy_back(payload: dict[str, Any]) -> dict[str, Any]:
     """Hold up the stream that copies parameters back, step, and read them on the main stream."""
     _, built = job._start(payload, loading=False)
     train(built, 1)
+    for hybrid in _hybrids(built):
+        _hold_up_before_steps(hybrid, hybrid._h2d_stream)
     stale = 0
     for _ in range(payload["rounds"]):
-        for hybrid in _hybrids(built):
-            with torch.cuda.stream(hybrid._h2d_stream):
-                torch.cuda._sleep(HELD_UP_CYCLES)
         train(built, built.iteration + 1)
         # Reads are queued behind the step, as those of the next forward pass are.
         read = {
@@ -110,14 +114,23 @@ def cast_gradients(payload: dict[str, Any]) -> dict[str, Any]:
         case, built = job._start(payload, loading=False)
     finally:
         distributed.DistributedDataParallelConfig = config
+    if payload["hold_up"]:
+        for hybrid in _hybrids(built):
+            _hold_up_before_steps(hybrid, hybrid._d2h_stream)
     while built.iteration < case.total_steps:
-        if payload["hold_up"]:
-            for hybrid in _hybrids(built):
-                with torch.cuda.stream(hybrid._d2h_stream):
-                    torch.cuda._sleep(HELD_UP_CYCLES)
         train(built, built.iteration + 1)
         torch.cuda.synchronize()
     return job._finish(payload, built, payload["name"])
+
+
+def _hold_up_before_steps(hybrid: Any, stream: Any) -> None:
+    """Give a stream something to do right before each step, so that the step's copies are late."""
+
+    def hold_up(*_: Any) -> None:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(HELD_UP_CYCLES)
+
+    hybrid.register_step_pre_hook(hold_up)
 
 
 def _hybrids(built: Job) -> list[Any]:

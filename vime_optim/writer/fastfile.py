@@ -32,7 +32,6 @@ import xxhash
 CHUNK_BYTES = 8 << 20
 """A digest covers this many bytes of a file (the last one of a file: fewer)."""
 
-_PIECE_BYTES = 1 << 20  # one write call; also what is digested at once
 _ALIGNMENT_BYTES = 64  # what torch aligns storages to
 _ZIP64_LIMIT = 0xFFFFFFFF
 _SEE_ZIP64 = 0xFFFFFFFF  # in a 32-bit field: the value is in the zip64 record
@@ -89,8 +88,7 @@ class DigestingFile:
             self._chunk.append(piece)
             if len(piece) == room:
                 self._digest_chunk()
-            for start in range(0, len(piece), _PIECE_BYTES):
-                _write_all(self._fd, piece[start : start + _PIECE_BYTES])
+            _write_all(self._fd, piece)
             done += len(piece)
             self.position += len(piece)
             if self._progress is not None and len(piece) == room:
