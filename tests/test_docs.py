@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks import save_load, topology8
 from docs import generate, make_matrix
 from vime_optim import cli
 from vime_optim.fixes import FIXES
@@ -73,6 +74,20 @@ def test_there_are_commands_to_check() -> None:
 def test_wrong_command_would_be_noticed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(pytest.fail.Exception):
         test_command_parses("x", "vime-optim verify --no-such-flag", capsys)
+
+
+def benchmark_commands() -> Iterator[tuple[str, str]]:
+    """Module and arguments of every `python -m benchmarks...` that a page shows."""
+    for page in PAGES:
+        text = page.read_text().replace("\\\n", " ")
+        for module, rest in re.findall(r"python -m (benchmarks[\w.]*)( [^`\n]*)?", text):
+            yield module, rest.split("#")[0].replace("...", "")
+
+
+@pytest.mark.parametrize(("module", "rest"), sorted(set(benchmark_commands())))
+def test_benchmark_command_parses(module: str, rest: str) -> None:
+    parse = {"benchmarks": save_load._parse, "benchmarks.topology8": topology8._parse}[module]
+    parse(shlex.split(rest))
 
 
 @pytest.mark.parametrize("name", sorted(generate.pages()))
