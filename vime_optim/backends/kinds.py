@@ -60,6 +60,7 @@ def optimizer_param(dist_opt: Any, model_param: torch.Tensor) -> torch.Tensor:
 
 
 _CORRECTED = "_vime_optim_group_map_corrected"
+_STOCK_MAP = "_vime_optim_stock_group_map"
 
 
 def correct_group_map(dist_opt: Any) -> None:
@@ -76,8 +77,18 @@ def correct_group_map(dist_opt: Any) -> None:
         for order, param in enumerate((*fp32_params, *float16_params)):
             right[param] = (group_index, order)
     if right.keys() == dist_opt.model_param_group_index_map.keys():
+        setattr(dist_opt, _STOCK_MAP, dist_opt.model_param_group_index_map)
         dist_opt.model_param_group_index_map = right
     setattr(dist_opt, _CORRECTED, True)
+
+
+def stock_group_map(dist_opt: Any) -> dict[torch.Tensor, tuple[int, int]]:
+    """Model parameter to (group, order in it) as stock megatron-core takes it to be."""
+    correct_group_map(dist_opt)
+    stock: dict[torch.Tensor, tuple[int, int]] = dist_opt.__dict__.get(
+        _STOCK_MAP, dist_opt.model_param_group_index_map
+    )
+    return stock
 
 
 def has_mixed_groups(dist_opt: Any) -> bool:

@@ -112,6 +112,14 @@ class ScaledSlot(Slot):
             self.tensor.copy_(value * (scale.reciprocal() if scale_value > 0 else 0.0))
 
 
+def master_of(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """The float32 master of a bfloat16 parameter and its int16 remainder, both 1-D."""
+    low = remainder.detach().to(torch.int32)
+    high = param.detach().contiguous().view(torch.int16).to(torch.int32)
+    high.sub_((low < 0).to(torch.int32)).bitwise_left_shift_(16)
+    return high.bitwise_or_(low.bitwise_and_(0xFFFF)).view(torch.float32)
+
+
 class RemainderSlot(Slot):
     """A float32 master parameter kept as its bfloat16 parameter and 16 more bits.
 
@@ -127,10 +135,7 @@ class RemainderSlot(Slot):
         return None
 
     def read(self) -> torch.Tensor:
-        remainder = self.tensor.detach().to(torch.int32)
-        high = self.param.detach().view(torch.int16).to(torch.int32)
-        high.sub_((remainder < 0).to(torch.int32)).bitwise_left_shift_(16)
-        return high.bitwise_or_(remainder.bitwise_and_(0xFFFF)).view(torch.float32)
+        return master_of(self.param, self.tensor)
 
     def write(self, value: torch.Tensor) -> None:
         self.write_and_compare(value)

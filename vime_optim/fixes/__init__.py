@@ -7,6 +7,7 @@ from vime_optim.fixes import (
     chained,
     common_state,
     finetune,
+    foreign,
     gather_free,
     gradients,
     hybrid,
@@ -31,6 +32,7 @@ FIXES: tuple[Fix, ...] = (
     *gather_free.FIXES,
     *buckets.FIXES,
     *chained.FIXES,
+    *foreign.FIXES,
     *stubs.FIXES,
     *writer.FIXES,
 )

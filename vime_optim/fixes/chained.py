@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from vime_optim.backends.foreign import MARK
 from vime_optim.backends.groups import saved_step
 from vime_optim.backends.matching import match_groups
 from vime_optim.probe import missing_parameters
@@ -114,12 +115,7 @@ def fit_chain(optimizers: list[Any], state_dict: dict[Any, Any]) -> dict[Any, An
     if (count == 1 and whole) or (count > 1 and not whole and numbers == set(range(count))):
         return state_dict
     entries = [state_dict, *(state_dict[key] for key in sorted(numbers))]
-    saved = [
-        group
-        for entry in entries
-        if isinstance(entry, dict)
-        for group in (entry.get("optimizer") or {}).get("param_groups", ())
-    ]
+    saved = [group for part in _parts(entries) for group in part.get("param_groups", ())]
     if not saved:
         return state_dict
     if count == 1:
@@ -141,7 +137,14 @@ def _entry(
     inner = getattr(optimizer, "optimizer", None)
     groups = inner.param_groups if inner is not None else []
     entry["optimizer"] = {"param_groups": [dict(g) for g in match_groups(groups, saved)]}
+    if all(part.get(MARK) for part in _parts(entries) if part.get("param_groups")):
+        entry["optimizer"][MARK] = True
     return entry
+
+
+def _parts(entries: list[Any]) -> list[dict[str, Any]]:
+    """What the optimizers of a chain saved beside param state."""
+    return [entry.get("optimizer") or {} for entry in entries if isinstance(entry, dict)]
 
 
 def _diagnose(module: ModuleType, original: Any) -> Diagnosis:

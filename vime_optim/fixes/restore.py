@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from vime_optim.backends.foreign import examine
 from vime_optim.backends.kinds import MASTER, STATE_MASTER, param_name
 from vime_optim.backends.slots import RemainderSlot, Slot, slots_of
 from vime_optim.errors import OptimizerStateError
@@ -53,6 +54,7 @@ def restore_states(dist_opt: Any, model_param: torch.Tensor, tensors: Mapping[st
 def write_slot(dist_opt: Any, slot: Slot, value: torch.Tensor) -> None:
     """Store one value, and remember when that changed a bit of the model parameter."""
     if isinstance(slot, RemainderSlot):
+        value = examine(dist_opt, slot, value)
         if slot.write_and_compare(value):
             note_moved(dist_opt)
     else:

@@ -11,7 +11,8 @@ A case has a compact spelling that `Case.parse` reads and `Case.name` writes, fo
 - ``dp= tp= pp= ep=``: ``2`` or ``2->3`` for another size at load,
 - ``load:WORD`` gives the loading optimizer another value than the saving one,
 - ``moe`` or ``moe-grouped``, ``moe-on=first`` or ``last`` (experts in that layer alone);
-  ``train=dense`` or ``experts`` (the rest is frozen); ``tied``; ``fp32norm`` (fp32 input norms),
+  ``train=dense`` or ``experts`` (the rest is frozen); ``tied``; ``fp32norm`` (fp32 input norms);
+  ``noqk`` (no norms of queries and keys, so that all norms have one size),
 - ``groups=``: param groups that differ in one thing alone: ``max_lr``, ``min_lr``, ``wd_mult``,
   ``decoupled`` (the learning rate of embedding and output) or ``both`` (max_lr, min_lr);
   ``regrouped``: the loading optimizer has them in reverse order,
@@ -86,6 +87,7 @@ class Case:
     trained: str = "all"
     tied: bool = False
     fp32_norm: bool = False
+    qk_norm: bool = True
     groups: str = "none"
     regrouped: bool = False
     fp16: bool = False
@@ -243,7 +245,7 @@ def _backend_words(backend: Backend) -> list[str]:
 def _model_words(case: Case) -> list[str]:
     words = [] if case.moe == "none" else ["moe" if case.moe == "sequential" else "moe-grouped"]
     flags = {"tied": case.tied, "fp32norm": case.fp32_norm, "regrouped": case.regrouped}
-    flags |= {"fp16": case.fp16, "1bucket": case.one_bucket}
+    flags |= {"noqk": not case.qk_norm, "fp16": case.fp16, "1bucket": case.one_bucket}
     words += [word for word, is_on in flags.items() if is_on]
     for word, value, default in (
         ("moe-on", case.moe_layers, "all"),
@@ -265,6 +267,7 @@ _FLAGS: dict[str, tuple[str, Any]] = {
     "moe-grouped": ("moe", "grouped"),
     "tied": ("tied", True),
     "fp32norm": ("fp32_norm", True),
+    "noqk": ("qk_norm", False),
     "regrouped": ("regrouped", True),
     "fp16": ("fp16", True),
     "1bucket": ("one_bucket", True),

@@ -159,7 +159,7 @@ def _transformer_config(case: Case, layout: Layout) -> Any:
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
-        qk_layernorm=True,
+        qk_layernorm=case.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         fp16=case.fp16,
@@ -192,7 +192,7 @@ def _layer_spec(case: Case, config: Any) -> Any:
     return get_gpt_layer_local_spec(
         num_experts=None if case.moe == "none" else NUM_EXPERTS,
         moe_grouped_gemm=case.moe == "grouped",
-        qk_layernorm=True,
+        qk_layernorm=case.qk_norm,
         normalization="RMSNorm",
     )
 

@@ -1,0 +1,62 @@
+"""What stock megatron-core wrote wrongly beyond repair is refused.
+
+Symptom: nothing is raised, and states of other parameters (F20, F26) or of other steps (F19) are
+resumed.
+Cause: the file holds them so, and does not say it.
+Changes: state dicts of ours carry a mark; after a load without it, master parameters are compared
+with the model's parameters, of which they are the exact values; remainders that were written in
+place of masters (F7) are put together with the parameters again.
+Leaves alone: files of ours; a model that was not loaded before its optimizer; quantized parameters.
+Remove when: no checkpoint of a release with these faults is left.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vime_optim.backends.foreign import MARK, check_unmarked
+from vime_optim.backends.kinds import has_buffers
+from vime_optim.registry import Fix, Hit, Target, takes
+
+_CLASS = "DistributedOptimizer"
+
+
+def _wrap_state_dict(original: Any, hit: Hit) -> Any:
+    def state_dict(self: Any) -> Any:
+        state = original(self)
+        # Only together do these fixes keep each state under its name, and none is shifted.
+        needed = (self.sharded_param_state_fully_reshardable, original)
+        if has_buffers(self) and all(hasattr(method, "__vime_optim__") for method in needed):
+            state["optimizer"][MARK] = True
+        return state
+
+    return state_dict
+
+
+def _wrap_load_state_dict(original: Any, hit: Hit) -> Any:
+    def load_state_dict(self: Any, state_dict: Any) -> None:
+        original(self, state_dict)
+        if has_buffers(self) and "param_state" in state_dict:
+            hit()
+            if not state_dict["optimizer"].get(MARK):
+                check_unmarked(self)
+
+    return load_state_dict
+
+
+def _target(name: str, wrap: Any, *needed: str) -> Target:
+    module = "megatron.core.optimizer.distrib_optimizer"
+    return Target(module, f"{_CLASS}.{name}", wrap, takes("self", *needed))
+
+
+FIXES = (
+    Fix(
+        id="foreign",
+        faults=("F7", "F19", "F20", "F26"),
+        summary="states that stock wrote wrongly beyond repair are refused",
+        targets=(
+            _target("state_dict", _wrap_state_dict),
+            _target("load_state_dict", _wrap_load_state_dict, "state_dict"),
+        ),
+    ),
+)
