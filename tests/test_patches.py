@@ -38,11 +38,18 @@ CASES = (
     "torch,dp=2->3",
     "fused,pao,dp=2,dp_reshardable",
     "fused,pao,dp=3->2",
+    "fused,nopao,dp=2->1,fp32norm,noqk,1bucket",
+    "fused,nopao,dp=2,groups=max_lr",
+    "fused,nopao,dp=2,moe,ep=2,train=experts",
+    "fused,nopao,dp=4,dp_reshardable,bucket=40",
+    "torch,dp=1,pp=2,ep=1,moe,moe-on=first",
 )
 IN_CI = {
     *((release, case) for release in ("0.15.3", "0.19.2") for case in CASES[:2]),
     ("0.15.3", "fused,pao,dp=2,dp_reshardable"),
     ("0.19.2", "torch,dp=2,dp_reshardable"),
+    ("0.19.2", "fused,nopao,dp=4,dp_reshardable,bucket=40"),
+    ("0.15.3", "fused,nopao,dp=2,moe,ep=2,train=experts"),
 }
 
 

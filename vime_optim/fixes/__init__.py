@@ -10,6 +10,7 @@ from vime_optim.fixes import (
     foreign,
     gather_free,
     gradients,
+    groups,
     hybrid,
     precision,
     restore,
@@ -22,6 +23,7 @@ from vime_optim.registry import Fix
 
 FIXES: tuple[Fix, ...] = (
     *step.FIXES,
+    *groups.FIXES,
     *restore.FIXES,
     *precision.FIXES,
     *hybrid.FIXES,

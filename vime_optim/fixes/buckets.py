@@ -46,12 +46,16 @@ def _wrap_sharded(original: Any, hit: Hit) -> Any:
             for dtype, buckets in state[index].items():
                 # Megatron's load takes lists apart and loses a bucket without tensors; a dict it
                 # puts together by key.
-                if not all(any(len(entry) > 1 for entry in entries) for entries in buckets):
+                if isinstance(buckets, list) and not all(map(_has_tensors, buckets)):
                     hit()
                     state[index][dtype] = dict(enumerate(buckets))
         return state
 
     return sharded_param_state_dp_reshardable
+
+
+def _has_tensors(entries: list[Entry]) -> bool:
+    return any(len(entry) > 1 for entry in entries)
 
 
 def lay_out_padding(dist_opt: Any, state: dict[Any, Any]) -> None:
