@@ -60,6 +60,7 @@ def run(launchers: LauncherPool, tmp_path: Path) -> Callable[[Case], Outcome]:
     return run_on_launcher
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep tests of one release together, so that each template starts once.
 
