@@ -33,7 +33,7 @@ _SOCKET_SUFFIX_BYTES = len("/session_2026-01-01_00-00-00_000000_4194304/sockets/
 _SOCKET_PATH_BYTES = 107
 """The longest path of a Unix socket on Linux, without the final zero."""
 
-_GRACE_S = 120.0
+_GRACE_S = 180.0
 """Time that starting and stopping Ray may take on a busy machine, beside the launch itself."""
 
 
