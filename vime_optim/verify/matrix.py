@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import product
 
 from vime_optim.megatron_source import RELEASES
-from vime_optim.verify.case import Case
+from vime_optim.verify.case import GROUPS, Case
 
 #: Every optimizer of the matrix, in the words of a case.
 BACKENDS = (
@@ -78,6 +78,41 @@ _ONCE = (
     "0.19.2,fused,pao,dp=3->2,fp32norm",
     "0.16.1,hybrid,pao,f=0.5,torchonly,dp=3->2",
     "0.19.2,hybrid,nopao,f=0.5,torchonly,dp=2,dp_reshardable",
+    "0.18.2,hybrid,pao,f=0.5,dp=1,pp=2,moe,moe-on=last,train=experts",
+    "0.19.2,torch,dp=4->2,dp_reshardable,bucket=40",
+    "0.15.3,fused,pao,dp=2,moe,ep=2,train=experts",
+    "0.17.1,hybrid,nopao,f=0.5,dp=2,fp16,scale=22",
+)
+
+#: Models, groups and moments of saving of the faults F20 to F25, for some backends each.
+_BACKENDS_OF_FAULTS = ("hybrid,pao,f=0.5", "hybrid,nopao,f=1", "fused,pao", "fused,nopao", "torch")
+_REPORTED = (
+    "dp=2->1,fp32norm",
+    "dp=1->3,fp32norm",
+    "dp=3,fp32norm,dp_reshardable",
+    "dp=2,pp=2,moe,ep=2,moe-on=last",
+    "dp=2,pp=2,moe,ep=2,moe-on=first",
+    "dp=2,pp=2->1,moe,ep=2,moe-on=last",
+    "dp=2,pp=2,moe,ep=2,moe-on=last,dp_reshardable",
+    "dp=1,pp=2,moe,moe-on=last,train=experts",
+    "dp=3,bucket=40",
+    "dp=4,bucket=40,dp_reshardable",
+    "dp=4->2,bucket=40,dp_reshardable",
+    "dp=2->4,bucket=40,dp_reshardable",
+    "dp=2,moe,ep=2,train=experts",
+    "dp=2,moe,ep=2,train=dense",
+    "dp=2,moe,ep=2->1,train=experts",
+    "dp=2,moe,ep=2,train=experts,dp_reshardable",
+    *(f"dp=2,groups={kind}" for kind in GROUPS[1:]),
+    *(f"dp=2->3,groups={kind},regrouped" for kind in GROUPS[1:]),
+    "dp=2,groups=both,dp_reshardable",
+    "dp=2,steps=0",
+    "dp=2,steps=0,dp_reshardable",
+    "dp=2,moe,ep=2,steps=0",
+    "dp=2,fp16,scale=22",
+    "dp=2,fp16,scale=22,dp_reshardable",
+    "dp=2,fp16,scale=20",
+    "dp=2,moe,ep=2,fp16,scale=20",
 )
 
 
@@ -102,9 +137,10 @@ def _all_words() -> Iterator[str]:
                 yield f"{release},{backend},{layout}"
         for model in MODELS:
             yield f"{release},{backend},dp=2,{model}"
-            if model != "fp32norm":  # dp_reshardable refuses the small buckets of it (F22)
-                yield f"{release},{backend},dp=2,{model},dp_reshardable"
+            yield f"{release},{backend},dp=2,{model},dp_reshardable"
         yield f"{release},{backend},dp=4->2,moe,ep=4->2"
+    for release, backend, words in product(RELEASES, _BACKENDS_OF_FAULTS, _REPORTED):
+        yield f"{release},{backend},{words}"
     for release, saved, loaded in product(_CROSS_RELEASES, BACKENDS, BACKENDS):
         if saved != loaded and "16" not in saved + loaded:
             load_words = ",".join(f"load:{word}" for word in loaded.split(","))
@@ -142,11 +178,25 @@ def needed_faults(case: Case) -> set[str]:
             faults.add("F7")
     if backend.optimizer == "hybrid":
         faults |= _hybrid_faults(case, fully)
-    if case.fp32_norm:
-        faults.add("F20")
-    if case.moe != "none" and (case.layout.ep > 1) != (case.load_layout.ep > 1):
-        faults.add("F21")
-    return faults
+    return faults | _model_faults(case, fully)
+
+
+def _model_faults(case: Case, fully: bool) -> set[str]:
+    has_experts = case.moe != "none"
+    shows = {
+        "F20": case.fp32_norm,
+        "F21": has_experts
+        and ((case.layout.ep > 1) != (case.load_layout.ep > 1) or case.moe_layers != "all"),
+        "F22": case.bucket_numel is not None and not fully,
+        "F23": case.trained == "experts" and case.layout.ep > 1,
+        "F24": case.groups in ("max_lr", "min_lr", "both") and case.megatron[:4] in _MIXED_UP,
+        "F25": case.num_steps == 0,
+    }
+    return {fault for fault, is_shown in shows.items() if is_shown}
+
+
+#: Releases that pair param groups by too few of their values.
+_MIXED_UP = ("0.16", "0.17", "0.18")
 
 
 def _hybrid_faults(case: Case, fully: bool) -> set[str]:
