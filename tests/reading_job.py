@@ -36,6 +36,46 @@ def resume(payload: dict[str, Any]) -> dict[str, Any]:
     return {**answer, "counters": dict(vime_optim.status().counters), "coded": seen}
 
 
+def resume_by_torch(payload: dict[str, Any]) -> dict[str, Any]:
+    """Resume through a reader that is not ours."""
+    from vime_optim.reshard import storage
+
+    storage.is_understood = lambda reader: False
+    return resume(payload)
+
+
+def resume_exchanging(payload: dict[str, Any]) -> dict[str, Any]:
+    """Resume with ranks that read for each other; tells how many shards were given memory."""
+    import vime_optim
+
+    vime_optim.install()
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import serialization
+    from megatron.core.dist_checkpointing.strategies import fully_parallel
+
+    from vime_optim.reshard import coded
+
+    load_plain = dist_checkpointing.load
+    given: list[int] = []
+    real = coded.CodedShard.real
+
+    def load(state: Any, directory: str, **options: Any) -> Any:
+        strategy = fully_parallel.FullyParallelLoadStrategyWrapper(
+            serialization.get_default_load_sharded_strategy(directory),
+            torch.distributed.GroupMember.WORLD,
+            exchange_algo=payload["algorithm"],
+        )
+        return load_plain(state, directory, sharded_strategy=strategy, **options)
+
+    def counted(self: Any, view: torch.Tensor) -> torch.Tensor:
+        given.append(self.numel)
+        return real(self, view)
+
+    dist_checkpointing.load = load
+    coded.CodedShard.real = counted
+    return {**resume(payload), "given": len(given)}
+
+
 def load_damaged(payload: dict[str, Any]) -> dict[str, Any]:
     """Cut the largest file of a checkpoint short, or spoil its first archive, and load it."""
     if torch.distributed.get_rank() == 0:

@@ -77,6 +77,32 @@ def test_coded_states_share_the_memory_of_the_largest(
     assert_exact(case, tmp_path)
 
 
+@pytest.mark.parametrize("release", EVERY_RELEASE)
+def test_coded_states_load_through_another_reader(
+    release: str, launchers: LauncherPool, tmp_path: Path
+) -> None:
+    case = Case.parse(f"{release},fused,pao,rem,v=fp16,dp=2")
+    for answer in save_and_load(case, launchers, tmp_path, stock=False, phase="resume_by_torch"):
+        assert answer["hits"]["read-in-place"] == 0
+        assert answer["coded"]["all"] == 0  # each had a buffer of its own
+    assert_exact(case, tmp_path)
+
+
+@pytest.mark.parametrize("algorithm", ["broadcast", "gather_object"])
+@pytest.mark.parametrize("release", [pytest.param("0.16.1", marks=MATRIX), "0.19.2"])
+def test_coded_states_that_ranks_read_for_each_other(
+    release: str, algorithm: str, launchers: LauncherPool, tmp_path: Path
+) -> None:
+    """Tensor-parallel ranks share norms, and a load spread over the world reads them once."""
+    case = Case.parse(f"{release},fused,pao,rem,v=fp16,dp=2,tp=2")
+    answers = save_and_load(
+        case, launchers, tmp_path, stock=False, phase="resume_exchanging", algorithm=algorithm
+    )
+    assert sum(answer["given"] for answer in answers) > 0
+    assert sum(answer["coded"]["all"] for answer in answers) > 0
+    assert_exact(case, tmp_path)
+
+
 @pytest.mark.parametrize("damage", ["cut", "spoil"])
 @pytest.mark.parametrize("release", EVERY_RELEASE)
 def test_a_damaged_file_raises_with_its_name_and_key(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from vime_optim.checkpoint.items import FileWindow, ItemLayout, read_layout
 
 _FRAME_LIMIT_BYTES = 4096
-_SAME_LENGTH_LIMIT = 8
+_SAME_LENGTH_LIMIT = 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -231,6 +231,8 @@ def default_threads() -> int:
     ranks = torch.cuda.device_count() if torch.cuda.is_available() else 1
     if torch.distributed.is_initialized():
         ranks = min(ranks, torch.distributed.get_world_size())
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")  # by torchrun; a rank may see one device alone
+    ranks = int(told) if told.isdigit() else ranks
     return max(2, min(_MAX_THREADS, (cores or 2) // max(1, ranks)))
 
 

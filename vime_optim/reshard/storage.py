@@ -82,7 +82,8 @@ def _place(info: Any) -> tuple[str, int]:
 
 
 def _total_bytes(items: list[Any], planner: Any) -> int:
-    tensors = planner.metadata.state_dict_metadata if planner.metadata is not None else {}
+    metadata = getattr(planner, "metadata", None)
+    tensors = metadata.state_dict_metadata if metadata is not None else {}
     total = 0
     for item in items:
         properties = getattr(tensors.get(item.storage_index.fqn), "properties", None)
