@@ -88,15 +88,23 @@ def _status(parser: argparse.ArgumentParser) -> Run:
 
 def _run_status(args: argparse.Namespace) -> int:
     import json
+    import warnings
 
     import vime_optim
+    from vime_optim.installer import import_targets
 
     if args.megatron is not None:
         from vime_optim.megatron_source import resolve
 
         sys.path.insert(0, str(resolve(args.megatron)))
-    report = vime_optim.install()
+    vime_optim.install()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron's, about what is not installed
+        failed = import_targets()
+    report = vime_optim.status()
     print(json.dumps(report.to_dict(), indent=2, default=str) if args.json else report)
+    for module, error in failed.items():
+        print(f"{module} cannot be imported: {error}", file=sys.stderr)
     return 0
 
 

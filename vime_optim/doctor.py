@@ -23,19 +23,11 @@ PROBE_TIMEOUT_S = 600.0
 
 #: Run in a child process: an import that hangs or crashes must not take the doctor with it.
 _PROBE = """
-import importlib, json, sys
+import json
 import vime_optim
-from vime_optim.fixes import FIXES
+from vime_optim.installer import import_targets
 vime_optim.install(strict=False)
-failed = {}
-for module in sorted({t.module for fix in FIXES for t in fix.targets}):
-    if module.startswith("megatron.training"):
-        continue
-    try:
-        importlib.import_module(module)
-    except Exception as error:
-        if not any(t.optional for f in FIXES for t in f.targets if t.module == module):
-            failed[module] = f"{type(error).__name__}: {error}"
+failed = import_targets()
 rows = [r for r in vime_optim.status().to_dict()["rows"]]
 print("\\n" + json.dumps({"rows": rows, "failed": failed}))
 """

@@ -80,3 +80,27 @@ def status() -> Report:
         rows=rows,
         counters=dict(counters),
     )
+
+
+def import_targets() -> dict[str, str]:
+    """Import every module that a fix patches, for a look at all of them.
+
+    Returns:
+        The errors by module, for those that cannot be imported. Left out are modules that not every
+        megatron-core has, and megatron.training, which parses no arguments here.
+    """
+    import importlib
+
+    from vime_optim.fixes import FIXES
+
+    failed: dict[str, str] = {}
+    targets = [target for fix in FIXES for target in fix.targets]
+    for module in sorted({target.module for target in targets}):
+        if module.startswith("megatron.training"):
+            continue
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            if not any(target.optional for target in targets if target.module == module):
+                failed[module] = f"{type(error).__name__}: {error}"
+    return failed
