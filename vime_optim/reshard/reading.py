@@ -33,9 +33,9 @@ _MIN_STAGING_BYTES = 1 << 20
 _MAX_THREADS = 16
 _MAX_FILES = 64
 
-# Runs of elements with gaps in between are read in one go, gaps included, where the gaps are no
-# longer than a page, which the file system reads as a whole anyway, and the runs are short.
-_GAP_BYTES = 4 << 10
+# Short runs of elements with short gaps in between are read in one go, gaps included: a call costs
+# as much as reading some more, and file systems read whole pages anyway.
+_GAP_BYTES = 16 << 10
 _RUN_BYTES = 64 << 10
 _SPAN_BYTES = 1 << 20
 
