@@ -26,6 +26,8 @@ from vime_optim.backends.slots import RemainderSlot, Slot, master_of, master_slo
 from vime_optim.errors import CheckpointError
 
 _BUCKET_ALIGN_NUMEL = 128
+_BLOCK_NUMEL = 1 << 24
+"""Compared at a time; integers of four bytes are made of each."""
 
 MARK = "vime_optim_states_by_name"
 _FITS = "_vime_optim_masters_fit"
@@ -67,9 +69,16 @@ def _remainders(value: torch.Tensor) -> torch.Tensor | None:
 
 def rounds_to(master: torch.Tensor, param: torch.Tensor) -> bool:
     """Whether float32 masters round to 16-bit parameters; ties may have gone either way."""
-    param = param.detach().to(master.device)
-    gap = _ordered(master.detach().to(param.dtype)) - _ordered(param)
-    return not bool((gap.abs() > 1).any())
+    pairs = zip(
+        torch.split(master.detach(), _BLOCK_NUMEL),
+        torch.split(param.detach(), _BLOCK_NUMEL),
+        strict=True,
+    )
+    for block, held in pairs:
+        gap = _ordered(block.to(held.dtype)) - _ordered(held.to(block.device))
+        if bool((gap.abs() > 1).any()):
+            return False
+    return True
 
 
 def _ordered(values: torch.Tensor) -> torch.Tensor:

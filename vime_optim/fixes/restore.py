@@ -54,7 +54,7 @@ def restore_states(dist_opt: Any, model_param: torch.Tensor, tensors: Mapping[st
 def write_slot(dist_opt: Any, slot: Slot, value: torch.Tensor) -> None:
     """Store one value, and remember when that changed a bit of the model parameter."""
     if isinstance(slot, RemainderSlot):
-        value = examine(dist_opt, slot, value)
+        value = examine(dist_opt, slot, value.detach().to(slot.device))
         if slot.write_and_compare(value):
             note_moved(dist_opt)
     else:
