@@ -19,7 +19,7 @@ Run = Callable[[Case], Outcome]
 FAULTS = (
     ("F20", "fused,nopao,dp=2->1,fp32norm,noqk,1bucket", "exp_avg"),
     ("F20", "fused,nopao,dp=2,fp32norm,1bucket", "size of tensor|\\(torch.Size"),
-    ("F21", "hybrid,nopao,f=1,dp=2,pp=2,moe,ep=2,moe-on=last,1bucket", "step|Weights only"),
+    ("F21", "hybrid,pao,f=1,dp=2,pp=2,moe,ep=2,moe-on=last,1bucket", "step|Weights only"),
     ("F21", "torch,dp=1,pp=2,moe,moe-on=last,train=experts", "AssertionError"),
     ("F22", "fused,nopao,dp=4,dp_reshardable,bucket=40", "empty bucket encountered"),
     ("F23", "fused,nopao,dp=2,moe,ep=2,train=experts", "'NoneType' object has no attribute"),
