@@ -8,6 +8,8 @@ RELEASES := 0.15.3 0.16.1 0.17.1 0.18.2 0.19.2
 
 export VIME_OPTIM_CACHE_DIR := $(CURDIR)/$(CACHE)
 export OMP_NUM_THREADS := 1
+# Compiled files are kept: megatron-core is imported by hundreds of processes.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Groups of tests that run at the same time; those of one release share its imported megatron-core.
 JOBS ?= 2

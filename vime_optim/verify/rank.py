@@ -41,6 +41,12 @@ def import_megatron(tree: str, device: str) -> None:
         "megatron.core.optimizer",
         "megatron.core.optimizer.distrib_optimizer",
         "megatron.core.pipeline_parallel",
+        # What install(), a save and a load import: once in a template, not in each of its ranks.
+        "megatron.core.dist_checkpointing.strategies.fully_parallel",
+        "vime_optim.fixes",
+        "vime_optim.installer",
+        "vime_optim.writer.commit",
+        "vime_optim.writer.task",
         "vime_optim.verify.job",
     ):
         importlib.import_module(name)
