@@ -75,11 +75,12 @@ def test_a_worker_keeps_no_memory_after_the_save(exact_0_16_1: Any, exact_0_19_2
 def test_stock_saves_are_torn(tmp_path: Path) -> None:
     """What the cases above guard against: without the fixes the same case holds later values.
 
-    With 0.19.2, whose worker writes by threads: stopping it stops the write.
+    With 0.19.2, whose worker writes by threads: stopping it stops the write. For as long as the
+    next step may take on a busy machine.
     """
     arguments = {
         "root": str(tmp_path),
-        "cases": [{"rounds": 1, "numel": 1 << 22}],
+        "cases": [{"rounds": 1, "numel": 1 << 22, "stop_s": 5.0}],
         "install": False,
     }
     outcomes = results(launch(tree_of("0.19.2"), "exact", world=2, arguments=arguments))
