@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # Groups of tests that run at the same time; those of one release share its imported megatron-core.
 JOBS ?= 2
-PYTEST := -m pytest -n $(JOBS) --dist loadgroup
+PYTEST := -m pytest -n $(JOBS)
 
 .PHONY: demo test test-all lint types matrix coverage docs bench clean setup megatron
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,21 +61,28 @@ def run(launchers: LauncherPool, tmp_path: Path) -> Callable[[Case], Outcome]:
     return run_on_launcher
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def release_of(nodeid: str) -> int:
+    """Index of the release that a test names, or -1."""
+    name = nodeid.partition("::")[2]
+    return next((index for index, release in enumerate(RELEASES) if release in name), -1)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep tests of one release together, so that each template starts once.
+    """Keep tests of one release together, so that each template starts once."""
+    items.sort(key=lambda item: release_of(item.nodeid))
 
-    In parallel runs (xdist) they go to one process; so do those of a module, which share fixtures.
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Parallel runs: tests of one release go to one process, and so do the others of a module.
+
+    What xdist has for this, marks of groups, does nothing under pytest 9.
     """
+    from xdist.scheduler import LoadScopeScheduling
 
-    def release_of(item: pytest.Item) -> int:
-        for index, release in enumerate(RELEASES):
-            if release in item.name:
-                return index
-        return -1
+    class ByRelease(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            index = release_of(nodeid)
+            return nodeid.partition("::")[0] if index < 0 else RELEASES[index]
 
-    items.sort(key=release_of)
-    for item in items:
-        index = release_of(item)
-        group = item.nodeid.split("::")[0] if index < 0 else RELEASES[index]
-        item.add_marker(pytest.mark.xdist_group(group))
+    return ByRelease(config, log)
