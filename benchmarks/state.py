@@ -105,6 +105,26 @@ def step(job: Job) -> None:
     job.ddp.zero_grad_buffer()
 
 
+def plain_gpt() -> dict[str, Any]:
+    """Options of TransformerConfig that all benchmarks share: bfloat16, SwiGLU, nothing fused."""
+    return {
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "bf16": True,
+        "params_dtype": torch.bfloat16,
+        "pipeline_dtype": torch.bfloat16,
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "apply_rope_fusion": False,
+        "gradient_accumulation_fusion": False,
+    }
+
+
 def _transformer_config(size: Size, simulated: bool) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -113,21 +133,8 @@ def _transformer_config(size: Size, simulated: bool) -> Any:
         hidden_size=size.hidden,
         num_attention_heads=size.heads,
         ffn_hidden_size=size.ffn,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        pipeline_dtype=torch.bfloat16,
         use_cpu_initialization=simulated,
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
+        **plain_gpt(),
     )
 
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks.state import BACKENDS, optimizer_config
+from benchmarks.state import BACKENDS, optimizer_config, plain_gpt
 from vime_optim.verify.case import Case, Layout
 from vime_optim.verify.model import Job, seed_everything
+from vime_optim.verify.train import forward_step
 
 GLOBAL_BATCH_SIZE = 4
 WIDTH = 2560
@@ -147,16 +147,7 @@ def _transformer_config(shape: Shape, topology: Topology, simulated: bool) -> An
         num_query_groups=shape.query_groups,
         kv_channels=shape.head_size,
         ffn_hidden_size=shape.ffn,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
         qk_layernorm=True,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        pipeline_dtype=torch.bfloat16,
         use_cpu_initialization=simulated,
         tensor_model_parallel_size=topology.tp,
         sequence_parallel=topology.tp > 1,
@@ -164,11 +155,7 @@ def _transformer_config(shape: Shape, topology: Topology, simulated: bool) -> An
         recompute_granularity="full",
         recompute_method="uniform",
         recompute_num_layers=1,
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
+        **plain_gpt(),
     )
 
 
@@ -263,7 +250,7 @@ def train(job: Job, shape: Shape, until: int) -> list[float]:
         job.model.zero_grad_buffer()
         job.optimizer.zero_grad()
         reports = get_forward_backward_func()(
-            forward_step_func=_forward_step,
+            forward_step_func=forward_step,
             data_iterator=_batches(job, shape),
             model=[job.model],
             num_microbatches=1,
@@ -301,19 +288,3 @@ def _batches(job: Job, shape: Shape) -> Iterator[dict[str, torch.Tensor]]:
         "labels": tokens[:, 1:][:, places].to(job.device),
         "positions": places.repeat(size, 1).to(job.device),
     }
-
-
-def _forward_step(batches: Iterator[dict[str, torch.Tensor]], model: Any) -> Any:
-    batch = next(batches)
-    losses = model(
-        input_ids=batch["tokens"],
-        position_ids=batch["positions"],
-        attention_mask=None,
-        labels=batch["labels"],
-    )
-    return losses, partial(_mean_loss)
-
-
-def _mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    loss = losses.float().mean()
-    return loss, {"loss": loss.detach()}

@@ -33,7 +33,7 @@ def _step(job: Job) -> None:
     job.model.zero_grad_buffer()
     job.optimizer.zero_grad()
     get_forward_backward_func()(
-        forward_step_func=_forward_step,
+        forward_step_func=forward_step,
         data_iterator=_batches(job),
         model=[job.model],
         num_microbatches=1,
@@ -75,7 +75,8 @@ def global_batch(first_sample: int) -> torch.Tensor:
     return torch.where(noise, (tokens + shift) % VOCAB_SIZE, tokens)
 
 
-def _forward_step(batches: Iterator[dict[str, torch.Tensor]], model: Any) -> Any:
+def forward_step(batches: Iterator[dict[str, torch.Tensor]], model: Any) -> Any:
+    """What Megatron's schedule calls: the losses of the next micro-batch, and their mean."""
     batch = next(batches)
     losses = model(
         input_ids=batch["tokens"],
