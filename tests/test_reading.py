@@ -88,6 +88,22 @@ def test_a_box_is_the_slice_of_its_chunk(
         assert not wide[..., 0].any()
 
 
+def test_a_large_slice_of_a_host_tensor_is_filled(tmp_path: Path) -> None:
+    """Same dtype and device, but not contiguous and larger than any buffer: a cut by columns, as
+    tensor parallelism makes it."""
+    chunk = numbers((300, 2000), torch.float32)
+    path = tmp_path / "file"
+    path.write_bytes(memoryview(chunk.numpy()).cast("B"))
+    whole = torch.zeros(300, 4000)
+    target = whole[:, 2000:]
+    with BoxReader(0, threads=2) as reader:
+        reader.read(
+            Source(str(path), "key", chunk.dtype, 0, (300, 2000), (0, 0), (300, 2000)), target
+        )
+    assert torch.equal(target, chunk)
+    assert not whole[:, :2000].any()
+
+
 def test_only_the_box_is_read(tmp_path: Path) -> None:
     """Rows of a chunk are read without their neighbours, and columns without theirs."""
     chunk = numbers((64, 1 << 14), torch.float32)

@@ -154,7 +154,9 @@ class BoxReader:
         """
         descriptor = self.open(source.path)
         is_direct = target.dtype == source.dtype and target.device.type == "cpu"
-        limit_bytes = PIECE_BYTES if is_direct else self._slot_bytes
+        # What is not contiguous goes through a buffer, even if neither dtype nor device differs.
+        needs_no_buffer = is_direct and target.is_contiguous()
+        limit_bytes = PIECE_BYTES if needs_no_buffer else self._slot_bytes
         for offset, size in cut(source.size, limit_bytes // source.dtype.itemsize):
             part = target
             if size != source.size:
