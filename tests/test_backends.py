@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vime_optim.backends.foreign import _remainders
 from vime_optim.backends.groups import GroupsOnly, clean_group, load_groups
 from vime_optim.backends.inert import _ensure
 from vime_optim.backends.slots import RemainderSlot, Slot
@@ -135,6 +136,13 @@ def test_steps_are_written_apart(fused: bool) -> None:
         state["exp_avg"].fill_(1.0)
     with pytest.raises(OptimizerStateError, match="disagree"):
         read_step(optimizer)
+
+
+@pytest.mark.parametrize("first", [float("nan"), float("inf"), -float("inf"), 0.5])
+def test_what_is_no_whole_number_is_no_remainder(first: float) -> None:
+    """Remainders written in place of masters (F7) are whole numbers; a master may be anything."""
+    assert _remainders(torch.tensor([first, 2.0])) is None
+    assert _remainders(torch.tensor([-3.0, 2.0])).tolist() == [-3, 2]
 
 
 def test_groups_travel_without_tensors() -> None:

@@ -61,7 +61,7 @@ def _remainders(value: torch.Tensor) -> torch.Tensor | None:
 
     No weights are all whole numbers, unless they are all 0 or 1, which needs no telling apart.
     """
-    if not value.numel() or float(value[0]) != round(float(value[0])):
+    if not value.numel() or not bool(value[0] == value[0].round()):
         return None
     whole = (value == value.round()) & (value.abs() <= 0x8000)
     return value.to(torch.int16) if bool(whole.all()) else None
