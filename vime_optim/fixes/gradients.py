@@ -13,14 +13,11 @@ Remove when: `_set_sub_optimizer_grads` looks at every parameter of the device's
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import torch
 
-from vime_optim.probe import missing_parameters
-from vime_optim.registry import NEEDED, Diagnosis, Fix, Hit, Target, not_understood
+from vime_optim.registry import Fix, Hit, Target, takes
 
 MODULE = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer"
 
@@ -29,16 +26,24 @@ def _wrap_set_grads(original: Any, hit: Hit) -> Any:
     def set_sub_optimizer_grads(self: Any) -> None:
         hit()
         original(self)
-        if self.gpu_optimizer is None:
-            return
-        for param in _native_device_params(self):
-            if hasattr(param, "decoupled_grad"):
-                grad = param.decoupled_grad
-                param.grad = None if grad is None else grad.to(param.dtype)
-        if _casts_gradients(self):
+        if self.gpu_optimizer is not None and _hand_over_gradients(self):
             _step_after(self.gpu_optimizer, torch.cuda.current_stream().record_event())
 
     return set_sub_optimizer_grads
+
+
+def _hand_over_gradients(hybrid: Any) -> bool:
+    """Give native parameters on the device their gradients; whether any there is made by a cast."""
+    casts = False
+    for group in hybrid.gpu_optimizer.param_groups:
+        for param in group["params"]:
+            source = hybrid.inner_param_to_orig_param.get(param, param)
+            grad = getattr(source, "decoupled_grad", source.grad)
+            casts = casts or (grad is not None and grad.dtype != param.dtype)
+            if source is param and hasattr(param, "decoupled_grad"):
+                # Updated in place, without a float32 master, which Megatron would have served.
+                param.grad = None if grad is None else grad.to(param.dtype)
+    return casts
 
 
 def _step_after(device_optimizer: Any, copied: Any) -> None:
@@ -52,30 +57,6 @@ def _step_after(device_optimizer: Any, copied: Any) -> None:
     handle = device_optimizer.register_step_pre_hook(wait)
 
 
-def _native_device_params(hybrid: Any) -> Iterator[torch.Tensor]:
-    """Parameters that the device's optimizer updates itself, without a float32 master."""
-    for group in hybrid.gpu_optimizer.param_groups:
-        for param in group["params"]:
-            if hybrid.inner_param_to_orig_param.get(param, param) is param:
-                yield param
-
-
-def _casts_gradients(hybrid: Any) -> bool:
-    """Whether any parameter on the device gets its gradient by a cast."""
-    for group in hybrid.gpu_optimizer.param_groups:
-        for param in group["params"]:
-            source = hybrid.inner_param_to_orig_param.get(param, param)
-            grad = getattr(source, "decoupled_grad", source.grad)
-            if grad is not None and grad.dtype != param.dtype:
-                return True
-    return False
-
-
-def _diagnose(module: ModuleType, original: Any) -> Diagnosis:
-    reason = missing_parameters(original, "self")
-    return not_understood(reason) if reason else NEEDED
-
-
 FIXES = (
     Fix(
         id="device-gradients",
@@ -86,7 +67,7 @@ FIXES = (
                 MODULE,
                 "HybridDeviceOptimizer._set_sub_optimizer_grads",
                 _wrap_set_grads,
-                _diagnose,
+                takes("self"),
             ),
         ),
     ),

@@ -23,7 +23,7 @@ import torch
 
 from vime_optim.backends.inert import ensure_hybrid_state
 from vime_optim.backends.kinds import STATE_MASTER, sub_optimizers
-from vime_optim.probe import has_patch, missing_parameters, source_of
+from vime_optim.probe import has_patch, source_of
 from vime_optim.registry import (
     NEEDED,
     Diagnosis,
@@ -33,6 +33,7 @@ from vime_optim.registry import (
     Wrap,
     fixed_upstream,
     not_understood,
+    takes,
 )
 
 MODULE = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer"
@@ -226,9 +227,7 @@ def _warn_pageable(error: RuntimeError) -> None:
         )
 
 
-def _diagnose(module: ModuleType, original: Any) -> Diagnosis:
-    reason = missing_parameters(original, "self")
-    return not_understood(reason) if reason else NEEDED
+_diagnose = takes("self")
 
 
 def _unless(patch: str) -> Any:
