@@ -106,8 +106,6 @@ class WithoutDigests:
     def digest(self) -> bytes:
         return bytes(8)
 
-    def reset(self) -> None: ...
-
 
 def variants(
     folder: Path, rank: int, state: dict[str, torch.Tensor]

@@ -37,8 +37,8 @@ def ensure_state(dist_opt: Any) -> None:
 def ensure_saveable(dist_opt: Any) -> None:
     """Make the state of parameters that were never stepped, before a save: zero moments.
 
-    A save may come before the first step; and CPU offload never steps the float32 parameters that
-    stay on the device when torch's Adam updates them (Megatron hands them no gradient).
+    A save may come before the first step; and without the fix `device-gradients` CPU offload never
+    steps the float32 parameters that stay on the device.
     """
     inner = dist_opt.optimizer
     step = read_step(inner)

@@ -26,6 +26,13 @@ _CHANGING = frozenset({"params", "step", "lr", "weight_decay"})
 """What training itself changes."""
 
 
+def identifiers() -> tuple[str, ...]:
+    """The keys by which the megatron-core that is there pairs param groups."""
+    from megatron.core.optimizer import optimizer
+
+    return tuple(getattr(optimizer, "param_group_identifier_keys", ()))
+
+
 def match_groups(
     current: Sequence[Group], saved: Sequence[Group], identifiers: Sequence[str] = ()
 ) -> list[Group]:

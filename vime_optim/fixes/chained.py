@@ -77,7 +77,7 @@ def _group_lists(state: Any, depth: int = 4) -> Iterator[list[dict[str, Any]]]:
         yield groups
         return
     for key, value in state.items():
-        if key in ("optimizer",) or isinstance(key, int):
+        if key == "optimizer" or isinstance(key, int):
             yield from _group_lists(value, depth - 1)
 
 
@@ -96,7 +96,8 @@ def _highest_anywhere(lists: Iterable[list[dict[str, Any]]]) -> int | None:
     device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
     highest = torch.tensor([-1 if own is None else own], dtype=torch.int64, device=device)
     torch.distributed.all_reduce(highest, op=torch.distributed.ReduceOp.MAX)
-    return int(highest.item()) if int(highest.item()) >= 0 else None
+    step = int(highest.item())
+    return step if step >= 0 else None
 
 
 def _pipeline_size() -> int:

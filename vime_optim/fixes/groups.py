@@ -10,13 +10,10 @@ Remove when: param_group_identifier_keys holds every key of a group.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
-from vime_optim.backends.matching import match_groups
+from vime_optim.backends.matching import identifiers, match_groups
 from vime_optim.registry import Fix, Hit, Target, takes
-
-_MODULE = "megatron.core.optimizer.optimizer"
 
 
 def _wrap(original: Any, hit: Hit) -> Any:
@@ -24,8 +21,7 @@ def _wrap(original: Any, hit: Hit) -> Any:
         if len(current_groups) != len(state_dict_groups):
             return original(current_groups, state_dict_groups)
         hit()
-        keys = getattr(sys.modules[_MODULE], "param_group_identifier_keys", ())
-        matched = match_groups(current_groups, state_dict_groups, keys)
+        matched = match_groups(current_groups, state_dict_groups, identifiers())
         # Parameters are in the present order; only the values beside them were saved.
         return [
             {**found, "params": given["params"]}
@@ -42,7 +38,7 @@ FIXES = (
         summary="param groups that differ in one value alone keep it on a resume",
         targets=(
             Target(
-                _MODULE,
+                "megatron.core.optimizer.optimizer",
                 "MegatronOptimizer._filter_and_reorder_param_groups",
                 _wrap,
                 takes("current_groups", "state_dict_groups"),

@@ -36,7 +36,7 @@ from vime_optim.backends.kinds import (
     owned_params,
     param_name,
 )
-from vime_optim.backends.matching import match_groups
+from vime_optim.backends.matching import identifiers, match_groups
 from vime_optim.backends.slots import slots_of
 from vime_optim.backends.steps import write_step
 from vime_optim.errors import CheckpointError
@@ -77,7 +77,7 @@ def _wrap_load_state_dict(original: Any, hit: Hit) -> Any:
             original(self, state_dict)
             return
         hit()
-        groups = match_groups(self.optimizer.param_groups, _groups_of(state_dict), _identifiers())
+        groups = match_groups(self.optimizer.param_groups, _groups_of(state_dict), identifiers())
         step = saved_step(groups)
         correct_group_map(self)
         ensure_state(self)
@@ -107,13 +107,6 @@ def _groups_of(state_dict: dict[str, Any]) -> list[dict[str, Any]]:
             next_step="inspect the checkpoint with `vime-optim inspect`",
         ) from None
     return groups
-
-
-def _identifiers() -> tuple[str, ...]:
-    """The keys by which this release pairs param groups."""
-    from megatron.core.optimizer import optimizer
-
-    return tuple(getattr(optimizer, "param_group_identifier_keys", ()))
 
 
 def _with_groups(

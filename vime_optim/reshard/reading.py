@@ -303,11 +303,16 @@ def _read(descriptor: int, source: Source, at: int, out: memoryview) -> None:
                 got=f"{type(error).__name__}: {error.strerror}",
             ) from error
         if count <= 0:
-            raise CheckpointError(
-                "a file of the checkpoint ends before its tensor does",
-                where=f"{source.path}: {source.key}",
-                got=f"{at + done} bytes",
-                expected=f"at least {at + len(out)} bytes",
-                next_step="copy the file again from its source, or load another checkpoint",
-            )
+            raise ends_early(source.path, source.key, at + done, at + len(out))
         done += count
+
+
+def ends_early(path: str, key: str, size_bytes: int, needed_bytes: int) -> CheckpointError:
+    """The error for a file that is shorter than the tensor in it needs."""
+    return CheckpointError(
+        "a file of the checkpoint ends before its tensor does",
+        where=f"{path}: {key}",
+        got=f"{size_bytes} bytes",
+        expected=f"at least {needed_bytes} bytes",
+        next_step="copy the file again from its source, or load another checkpoint",
+    )

@@ -18,7 +18,7 @@ from vime_optim import installer
 from vime_optim.errors import CheckpointError
 from vime_optim.reshard.coded import Read, set_deferring, shard_of
 from vime_optim.reshard.frames import Layouts
-from vime_optim.reshard.reading import BoxReader, Source
+from vime_optim.reshard.reading import BoxReader, Source, ends_early
 
 _TORCH_READ = "tensors read by torch's reader, as their storage is not understood"
 
@@ -102,13 +102,7 @@ def _locate(reader: Any, boxes: BoxReader, layouts: Layouts, item: Any) -> Sourc
     key = item.storage_index.fqn
     size_bytes = os.fstat(descriptor).st_size
     if info.offset + info.length > size_bytes:
-        raise CheckpointError(
-            "a file of the checkpoint ends before its tensor does",
-            where=f"{path}: {key}",
-            got=f"{size_bytes} bytes",
-            expected=f"at least {info.offset + info.length} bytes",
-            next_step="copy the file again from its source, or load another checkpoint",
-        )
+        raise ends_early(path, key, size_bytes, info.offset + info.length)
     try:
         layout = layouts.find(descriptor, info.offset, info.length, f"{path}: {key}")
     except CheckpointError:

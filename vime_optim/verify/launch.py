@@ -28,7 +28,7 @@ import threading
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from vime_optim.errors import VerifyError
 from vime_optim.megatron_source import resolve
@@ -102,7 +102,15 @@ def open_launcher(megatron: str | Path, device: str = "cpu") -> Launcher:
     return ForkLauncher(tree) if device == "cpu" else ProcessLauncher(tree, device)
 
 
-class _Closing:
+_Self = TypeVar("_Self")
+
+
+class Closing:
+    """What every launcher does as a context manager."""
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
     def close(self) -> None:
         raise NotImplementedError
 
@@ -115,7 +123,7 @@ class _Closing:
         self.close()
 
 
-class ForkLauncher(_Closing):
+class ForkLauncher(Closing):
     """Launches on the simulated device: ranks are forks of one template process."""
 
     def __init__(self, tree: Path) -> None:
@@ -139,9 +147,6 @@ class ForkLauncher(_Closing):
         self._answers: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read_answers, args=(read_fd,), daemon=True).start()
         self._ready = False
-
-    def __enter__(self) -> ForkLauncher:
-        return self
 
     def run(
         self,
@@ -209,7 +214,7 @@ class ForkLauncher(_Closing):
         return TemplateError("the template process ended by itself", got=tail.strip() or None)
 
 
-class ProcessLauncher(_Closing):
+class ProcessLauncher(Closing):
     """Launches on real devices: one process a rank, nothing forked after CUDA has started.
 
     `backend`: of torch's process group, else gloo on the host and NCCL on devices.
@@ -222,9 +227,6 @@ class ProcessLauncher(_Closing):
         self._tree = tree
         self._device = device
         self._options = {"backend": backend, "ranks_per_device": ranks_per_device}
-
-    def __enter__(self) -> ProcessLauncher:
-        return self
 
     def run(
         self,

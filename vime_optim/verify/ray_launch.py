@@ -16,12 +16,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from vime_optim.errors import VerifyError
 from vime_optim.verify.launch import (
     LAUNCH_TIMEOUT_S,
+    Closing,
     _collect,
     _kill_session,
     _request,
@@ -37,7 +37,7 @@ _GRACE_S = 180.0
 """Time that starting and stopping Ray may take on a busy machine, beside the launch itself."""
 
 
-class RayLauncher:
+class RayLauncher(Closing):
     """See the module. `temp_dir` is where Ray's session lives; a short one is made by default."""
 
     def __init__(self, tree: Path, device: str = "cpu", temp_dir: Path | None = None) -> None:
@@ -52,17 +52,6 @@ class RayLauncher:
         self._home = temp_dir or Path(tempfile.mkdtemp(prefix="vo-", dir=_short_folder()))
         if not self._own:
             check_socket_room(self._home)
-
-    def __enter__(self) -> RayLauncher:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def run(
         self,
