@@ -254,8 +254,45 @@ def exact(root: str, cases: list[dict[str, Any]], install: bool = True) -> list[
     outcomes = []
     for number, case in enumerate(cases):
         folder = Path(root) / f"case{number}"
-        outcomes.append({"case": case, **_exact_case(folder, install, **case)})
+        run = _sync_case if case == SYNC else _exact_case
+        outcomes.append({"case": case, **run(folder, install, **case)})
     return outcomes
+
+
+SYNC = {"mode": "sync"}
+
+
+def _sync_case(root: Path, install: bool, mode: str) -> dict[str, Any]:
+    """Save device tensors while the training waits; how they got to the files."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    from vime_optim.writer.window import HostWindow
+
+    trainer = Trainer(1 << 18, hybrid=False)
+    trainer.step()
+    staged: list[int] = []
+    pieces: list[int] = []
+    stock_stage, real_pieces = FileSystemWriterAsync.preload_tensors, HostWindow.pieces
+
+    def stage(*args: Any, **kwargs: Any) -> Any:
+        staged.append(1)
+        return stock_stage(*args, **kwargs)
+
+    def counted(self: HostWindow, source: torch.Tensor, settle: Any) -> Any:
+        for piece in real_pieces(self, source, settle):
+            pieces.append(len(piece))
+            yield piece
+
+    FileSystemWriterAsync.preload_tensors = staticmethod(stage)
+    HostWindow.pieces = counted
+    try:
+        directory, expected = trainer.save(root, is_async=False)
+        torn = check(directory, expected)
+    finally:
+        FileSystemWriterAsync.preload_tensors = staticmethod(stock_stage)
+        HostWindow.pieces = real_pieces
+    manifest = (directory / "vime_optim_manifest.json").is_file()
+    return {"torn": [torn], "staged": len(staged), "pieces": pieces, "manifest": manifest}
 
 
 def _exact_case(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import io
 import os
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vime_optim.writer import fastfile
+from vime_optim.writer.window import HostWindow
 
 DTYPES = [
     torch.float32,
@@ -147,6 +150,70 @@ def test_a_failing_disk_raises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
         fastfile.write_file(tmp_path / "x", "x", [torch.rand(5)])
 
 
-def test_device_tensors_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="host tensors"):
+def test_meta_tensors_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="meta device"):
         fastfile.write_file(tmp_path / "x", "x", [torch.empty(3, device="meta")])
+
+
+@pytest.fixture
+def device() -> Iterator[None]:
+    from vime_optim.simulate import device as simulated
+
+    simulated.enable()
+    try:
+        yield
+    finally:
+        simulated.disable()
+
+
+def test_device_tensors_go_through_a_small_window(
+    device: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(fastfile, "CHUNK_BYTES", 1000)
+    windows: list[fastfile.HostWindow] = []
+
+    def window() -> fastfile.HostWindow:
+        windows.append(HostWindow(256))
+        return windows[-1]
+
+    monkeypatch.setattr(fastfile, "HostWindow", window)
+    shapes = [(3,), (64,), (65,), (40, 50), (), (0, 4), (7, 11)]
+    host = [filled(shape, torch.float32) for shape in shapes]
+    on_device = [tensor.to("cuda") for tensor in host]
+    assert all(tensor.device.type == "cuda" for tensor in on_device)
+    mixed = [*on_device[:4], host[5], on_device[3].t(), on_device[6][2:5, 1:4], *on_device[4:]]
+    expected = [*host[:4], host[5], host[3].t(), host[6][2:5, 1:4], *host[4:]]
+
+    extents, record = fastfile.write_file(tmp_path / "x", "x", mixed)
+    fastfile.write_file(tmp_path / "plain", "x", list(expected))
+
+    for tensor, extent in zip(expected, extents, strict=True):
+        assert same_bits(read(tmp_path / "x", extent), tensor)
+    assert fastfile.digest_file(tmp_path / "x").chunk_digests == record.chunk_digests
+    size = record.size_bytes - fastfile.TRAILER_BYTES
+    assert (tmp_path / "x").read_bytes()[:size] == (tmp_path / "plain").read_bytes()[:size]
+    assert len(windows) == 2
+
+
+def test_a_window_waits_for_the_digest_of_its_piece(
+    device: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A slow digest reads each piece before the window is filled again."""
+    monkeypatch.setattr(fastfile, "HostWindow", lambda: HostWindow(64))
+    real = fastfile.xxhash.xxh3_64
+
+    class Slow:
+        def __init__(self) -> None:
+            self.state = real()
+
+        def update(self, data: Any) -> None:
+            time.sleep(0.01)
+            self.state.update(data)
+
+        def digest(self) -> bytes:
+            return bytes(self.state.digest())
+
+    monkeypatch.setattr(fastfile.xxhash, "xxh3_64", Slow)
+    _, record = fastfile.write_file(tmp_path / "x", "x", [torch.rand(100).to("cuda")])
+    monkeypatch.undo()
+    assert fastfile.digest_file(tmp_path / "x").chunk_digests == record.chunk_digests

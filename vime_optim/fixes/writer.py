@@ -170,6 +170,18 @@ def _wrap_get_save_function(original: Any, hit: Hit) -> Any:
     return get_save_function_and_args
 
 
+def _wrap_execute_sync(original: Any, hit: Hit) -> Any:
+    @functools.wraps(original)
+    def execute_sync(self: Any) -> None:
+        from vime_optim.writer import task
+
+        hit()
+        with task.written_here():
+            original(self)
+
+    return execute_sync
+
+
 def _diagnose_get_save_function(module: ModuleType, original: Any) -> Diagnosis:
     source = source_of(original)
     for needed in ("preload_tensors", "results_queue", "write_preloaded_data_multi"):
@@ -256,10 +268,16 @@ def _wrap_finalize(original: Any, hit: Hit) -> Any:
     return save_state_dict_async_finalize
 
 
-def _writer_targets(package: str, optional: bool) -> tuple[Target, ...]:
+def _writer_targets(package: str, requests: str, optional: bool) -> tuple[Target, ...]:
     module = f"{package}.filesystem_async"
     writer = "FileSystemWriterAsync"
     return (
+        Target(
+            f"{package}.{requests}",
+            "AsyncRequest.execute_sync",
+            _wrap_execute_sync,
+            optional=optional,
+        ),
         Target(
             module,
             f"{writer}.get_save_function_and_args",
@@ -296,14 +314,14 @@ FIXES: tuple[Fix, ...] = (
         faults=("F14",),
         summary="files written in one pass with digests; the worker reports, it does not die",
         targets=(
-            *_writer_targets(_STRATEGIES, optional=False),
+            *_writer_targets(_STRATEGIES, "async_utils", optional=False),
             Target(
                 f"{_STRATEGIES}.filesystem_async",
                 "FileSystemWriterAsync.prepare_write_data",
                 _wrap_prepare,
                 diagnose=_diagnose_prepare,
             ),
-            *_writer_targets(_NVRX, optional=True),
+            *_writer_targets(_NVRX, "core", optional=True),
         ),
     ),
     Fix(

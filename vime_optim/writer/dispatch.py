@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from vime_optim import installer, settings
-from vime_optim.writer import guard, stage, watch
+from vime_optim.writer import guard, stage, task, watch
 from vime_optim.writer.guard import InFlightSave, SharedMappings, is_host
 
 logger = logging.getLogger(__name__)
@@ -107,9 +107,10 @@ def _write_inline(request: Any, save: InFlightSave, error: Exception) -> None:
     )
     installer.counters["saves written in the training process"] += 1
     arguments = list(request.async_fn_args)
-    if request.preload_fn is not None:
-        arguments[1] = request.preload_fn()
-    request.async_fn(*arguments, **(request.async_fn_kwargs or {}))
+    with task.written_here():
+        if request.preload_fn is not None:
+            arguments[1] = request.preload_fn()
+        request.async_fn(*arguments, **(request.async_fn_kwargs or {}))
     save.mark_complete()
 
 

@@ -20,7 +20,7 @@ import secrets
 import struct
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,8 @@ from typing import Any
 
 import torch
 import xxhash
+
+from vime_optim.writer.window import HostWindow
 
 CHUNK_BYTES = 8 << 20
 """A digest covers this many bytes of a file (the last one of a file: fewer)."""
@@ -63,17 +65,19 @@ class Extent:
 class DigestingFile:
     """A file that is written once, front to back, and digested on the way.
 
-    Whole chunks are digested by a thread of the file's own, so that where a processor is free the
-    write does not wait for it (both calls let go of the interpreter's lock). What is handed to
-    `write` must not change before `finish` returns.
+    A thread of the file's own makes the digests, so that where a processor is free the write does
+    not wait for it (both calls let go of the interpreter's lock). What is handed to `write` must
+    not change before `settle` or `finish` returns.
 
     Raises what the operating system raises: OSError with ENOSPC, EIO, EROFS and so on.
     """
 
     def __init__(self, path: str | os.PathLike[str], progress: Callable[[], None] | None = None):
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-        self._chunk: list[memoryview] = []  # parts of the chunk that is not full yet
-        self._digests: list[Future[bytes]] = []
+        self._parts: list[memoryview] = []  # written and not yet handed to the digester
+        self._jobs: list[Future[None]] = []
+        self._hash = xxhash.xxh3_64()  # of the chunk that is not full yet
+        self._digests = bytearray()
         self._digester = ThreadPoolExecutor(1, thread_name_prefix="vime_optim digest")
         self._progress = progress
         self.position = 0
@@ -85,9 +89,9 @@ class DigestingFile:
         while done < len(view):
             room = CHUNK_BYTES - self.position % CHUNK_BYTES
             piece = view[done : done + room]
-            self._chunk.append(piece)
+            self._parts.append(piece)
             if len(piece) == room:
-                self._digest_chunk()
+                self._digest(ends_chunk=True)
             _write_all(self._fd, piece)
             done += len(piece)
             self.position += len(piece)
@@ -95,9 +99,24 @@ class DigestingFile:
                 self._progress()
         return len(view)
 
-    def _digest_chunk(self) -> None:
-        self._digests.append(self._digester.submit(_digest, self._chunk))
-        self._chunk = []
+    def _digest(self, *, ends_chunk: bool) -> None:
+        parts, self._parts = self._parts, []
+        self._jobs.append(self._digester.submit(self._digest_parts, parts, ends_chunk))
+
+    def _digest_parts(self, parts: Sequence[memoryview], ends_chunk: bool) -> None:
+        for part in parts:
+            self._hash.update(part)
+        if ends_chunk:
+            self._digests += self._hash.digest()  # 8 bytes, big-endian
+            self._hash = xxhash.xxh3_64()
+
+    def settle(self) -> None:
+        """Return when nothing that was handed to `write` is needed any more."""
+        if self._parts:
+            self._digest(ends_chunk=False)
+        for job in self._jobs:
+            job.result()
+        self._jobs.clear()
 
     def align(self) -> None:
         """Pad with zeros to the next 64-byte boundary."""
@@ -109,12 +128,12 @@ class DigestingFile:
         """Write the trailer, bring everything to stable storage and close."""
         stamp = secrets.token_bytes(STAMP_BYTES)
         self.write(_TRAILER_MAGIC + stamp)
-        if self._chunk:
-            self._digest_chunk()
+        if self.position % CHUNK_BYTES:
+            self._digest(ends_chunk=True)
         os.fsync(self._fd)
-        digests = b"".join(digest.result() for digest in self._digests)
+        self.settle()
         self.close()
-        return FileRecord(name, self.position, stamp.hex(), digests)
+        return FileRecord(name, self.position, stamp.hex(), bytes(self._digests))
 
     def close(self) -> None:
         self._digester.shutdown(cancel_futures=True)
@@ -127,14 +146,6 @@ class DigestingFile:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-def _digest(parts: Sequence[memoryview]) -> bytes:
-    """xxh3-64 of the parts in a row, 8 bytes, big-endian."""
-    state = xxhash.xxh3_64()
-    for part in parts:
-        state.update(part)
-    return state.digest()
 
 
 def _write_all(fd: int, view: memoryview) -> None:
@@ -173,13 +184,13 @@ def write_file(
     items: Sequence[io.BytesIO | torch.Tensor],
     progress: Callable[[], None] | None = None,
 ) -> tuple[list[Extent], FileRecord]:
-    """Write one `.distcp` file: byte objects as they are, host tensors as `torch.save` would.
+    """Write one `.distcp` file: byte objects as they are, tensors as `torch.save` would.
 
     Args:
         path: where; an existing file is replaced.
         name: the file's name in the checkpoint directory.
-        items: in file order. Tensors: any shape and dtype, on the host; views are written as
-            they are, without the storage behind them.
+        items: in file order. Tensors: any shape, dtype and device; views are written as they are,
+            without the storage behind them, and device tensors a piece at a time.
         progress: called after every chunk; may raise to stop the write.
 
     Returns:
@@ -187,9 +198,10 @@ def write_file(
 
     Raises:
         OSError: from the file system.
-        ValueError: a tensor that is not on the host.
+        ValueError: a tensor without memory (of the meta device).
     """
     extents = []
+    window = HostWindow()
     with DigestingFile(path, progress) as file:
         for data in items:
             file.align()
@@ -197,25 +209,28 @@ def write_file(
             if isinstance(data, io.BytesIO):
                 file.write(data.getbuffer())
             else:
-                for part in archive_parts(data):
-                    file.write(part)
+                _write_tensor(file, data, window)
             extents.append(Extent(offset, file.position - offset))
         return extents, file.finish(name)
 
 
-def archive_parts(tensor: torch.Tensor) -> Iterator[Any]:
-    """Bytes-like parts that together are what `torch.save(tensor.contiguous())` stands for."""
-    if tensor.device.type != "cpu":
-        raise ValueError(f"only host tensors can be written, got one on {tensor.device}")
+def _write_tensor(file: DigestingFile, tensor: torch.Tensor, window: HostWindow) -> None:
+    """Write what `torch.save(tensor.contiguous())` stands for, as if it were a host tensor."""
+    if tensor.device.type == "meta":
+        raise ValueError(f"a tensor of the meta device has nothing to write: {tuple(tensor.shape)}")
     storage_type = _storage_type(tensor)
     if storage_type is None:
-        yield _saved_by_torch(tensor)
+        file.write(_saved_by_torch(tensor))
         return
-    data = _bytes_of(tensor)
-    head, tail = _archive_frame(tensor, storage_type, len(data))
-    yield head
-    yield data
-    yield tail
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    head, tail = _archive_frame(tensor, storage_type, data.numel())
+    file.write(head)
+    if data.device.type == "cpu":
+        file.write(memoryview(data.numpy()))  # type: ignore[arg-type]
+    else:
+        for piece in window.pieces(data, file.settle):
+            file.write(piece)
+    file.write(tail)
 
 
 def _storage_type(tensor: torch.Tensor) -> Any:
@@ -231,13 +246,8 @@ def _storage_type(tensor: torch.Tensor) -> Any:
 
 def _saved_by_torch(tensor: torch.Tensor) -> memoryview:
     buffer = io.BytesIO()
-    torch.save(tensor.detach().clone(), buffer)
+    torch.save(tensor.detach().to("cpu", copy=True), buffer)
     return buffer.getbuffer()
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return memoryview(flat.numpy())  # type: ignore[arg-type]
 
 
 class _StorageToken:

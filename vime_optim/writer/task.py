@@ -7,12 +7,13 @@ trainer waiting.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import io
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,14 +49,34 @@ class PreloadFailed:
         self.reason = reason
 
 
+_written_here = False
+
+
+@contextlib.contextmanager
+def written_here() -> Iterator[None]:
+    """Within it, the training process itself writes a save, and waits for it."""
+    global _written_here
+    before, _written_here = _written_here, True
+    try:
+        yield
+    finally:
+        _written_here = before
+
+
 def preload(trainer_pid: int, stage: Callable[[], list[WriteBucket]]) -> Any:
     """Stage the tensors on the host by Megatron's own function, and let go of the originals.
+
+    A save that is written here and now is not staged: the file writer takes device tensors.
 
     Returns:
         The buckets, or PreloadFailed.
     """
     if os.getpid() != trainer_pid:
         _exit_with_parent(trainer_pid)
+    elif _written_here and (buckets := _buckets_of(stage)) is not None:
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()  # the writers' threads copy on streams of their own
+        return buckets
     try:
         buckets = stage()
     except Exception as error:
@@ -68,11 +89,17 @@ def preload(trainer_pid: int, stage: Callable[[], list[WriteBucket]]) -> Any:
 def _release_sources(stage: Any, staged: list[WriteBucket]) -> None:
     """Empty the lists that the request still holds, so that a worker which keeps its last
     request (0.15) holds no device or shared memory until the next one."""
-    arguments = getattr(stage, "args", ())
-    if not arguments or not isinstance(arguments[0], list) or arguments[0] is staged:
+    buckets = _buckets_of(stage)
+    if buckets is None or buckets is staged:
         return
-    for bucket in arguments[0]:
+    for bucket in buckets:
         bucket[2][1].clear()
+
+
+def _buckets_of(stage: Any) -> list[WriteBucket] | None:
+    """What Megatron's staging function would stage: the first argument of a partial."""
+    arguments = getattr(stage, "args", ())
+    return arguments[0] if arguments and isinstance(arguments[0], list) else None
 
 
 def run(trainer_pid: int, rank: int, write_buckets: Any, channel: ResultChannel) -> None:
