@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vime_optim.backends import slots
 from vime_optim.backends.foreign import _remainders
 from vime_optim.backends.groups import GroupsOnly, clean_group, load_groups
 from vime_optim.backends.inert import _ensure
@@ -62,6 +63,20 @@ def test_parameters_that_do_not_belong_to_their_masters_are_set() -> None:
     master = torch.randn(100)
     param = torch.zeros(100, dtype=torch.bfloat16)
     slot = RemainderSlot(FakeFused(param), param)
+    assert slot.write_and_compare(master)
+    assert bits(slot.read()) == bits(master)
+
+
+def test_masters_are_coded_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Temporaries stay small; the first block has nothing to report, the last one does."""
+    monkeypatch.setattr(slots, "_BLOCK_NUMEL", 32)
+    master = torch.randn(100)
+    param = torch.zeros(100, dtype=torch.bfloat16)
+    slot = RemainderSlot(FakeFused(param), param)
+    slot.write(master)
+    assert bits(slot.read()) == bits(master)
+    assert not slot.write_and_compare(master)
+    param[99] += 1
     assert slot.write_and_compare(master)
     assert bits(slot.read()) == bits(master)
 

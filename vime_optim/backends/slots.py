@@ -8,7 +8,7 @@ coded slot (scaled float16 or float8, or the 16 low bits of a master parameter) 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -114,10 +114,22 @@ class ScaledSlot(Slot):
 
 def master_of(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     """The float32 master of a bfloat16 parameter and its int16 remainder, both 1-D."""
-    low = remainder.detach().to(torch.int32)
-    high = param.detach().contiguous().view(torch.int16).to(torch.int32)
-    high.sub_((low < 0).to(torch.int32)).bitwise_left_shift_(16)
-    return high.bitwise_or_(low.bitwise_and_(0xFFFF)).view(torch.float32)
+    master = torch.empty(param.shape, dtype=torch.float32, device=param.device)
+    high = param.detach().contiguous().view(torch.int16)
+    for block in _blocks(param.numel()):
+        bits = master.view(torch.int32)[block].copy_(high[block])
+        low = remainder.detach()[block].to(torch.int32)
+        bits.sub_((low < 0).to(torch.int32)).bitwise_left_shift_(16)
+        bits.bitwise_or_(low.bitwise_and_(0xFFFF))
+    return master
+
+
+_BLOCK_NUMEL = 1 << 24
+
+
+def _blocks(numel: int) -> Iterator[slice]:
+    """Slices of a flat tensor, small enough that temporaries of their size do not matter."""
+    return (slice(at, at + _BLOCK_NUMEL) for at in range(0, numel, _BLOCK_NUMEL))
 
 
 class RemainderSlot(Slot):
@@ -154,15 +166,19 @@ class RemainderSlot(Slot):
         if value.dtype == torch.int16:
             self.tensor.detach().copy_(value)
             return False
-        bits = value.detach().to(device=self.tensor.device, dtype=torch.float32)
+        moved = [self._write_block(value, block) for block in _blocks(self.numel)]
+        return any(moved)
+
+    def _write_block(self, value: torch.Tensor, block: slice) -> bool:
+        bits = value.detach()[block].to(device=self.tensor.device, dtype=torch.float32)
         bits = bits.contiguous().view(torch.int32)
         remainder = bits.to(torch.int16)  # keeps the low 16 bits
         wanted = ((bits >> 16) + (remainder < 0).to(torch.int32)).to(torch.int16)
-        stored = self.param.detach().view(torch.int16)
+        stored = self.param.detach().view(torch.int16)[block]
         between = (remainder == -0x8000) & (wanted - stored == 1)
         remainder.masked_fill_(between, 0x7FFF)
         wanted = torch.where(between, stored, wanted)
-        self.tensor.detach().copy_(remainder)
+        self.tensor.detach()[block].copy_(remainder)
         moved = not torch.equal(stored, wanted)
         if moved:
             # Not the parameters that belong to these masters: the masters decide.
