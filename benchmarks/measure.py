@@ -9,16 +9,21 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.parts import Clock, timed
+
 
 @dataclass
 class Phase:
-    """What one rank used in one phase; `extra` is memory above what it had before."""
+    """What one rank used in one phase; `extra` is memory above what it had before.
+
+    `parts` are seconds by part (parts.py); what is left of `seconds` is in none of them.
+    """
 
     seconds: float
     host_extra_bytes: int
@@ -28,6 +33,7 @@ class Phase:
     sent_bytes: int
     read_bytes: int
     written_bytes: int
+    parts: dict[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -55,6 +61,13 @@ class Meter:
 
     def phase(self, work: Callable[[], Any]) -> tuple[Any, Phase]:
         """Run `work` on all ranks at the same time; returns its result and what it used."""
+        clock = Clock()
+        with timed(clock):
+            result, phase = self._measured(work)
+        phase.parts = clock.seconds
+        return result, phase
+
+    def _measured(self, work: Callable[[], Any]) -> tuple[Any, Phase]:
         torch.distributed.barrier()
         self._synchronize()
         self._reset_device_peak()

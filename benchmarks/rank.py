@@ -1,7 +1,7 @@
 """What each rank of the benchmark does: `python -m benchmarks.rank OPTIONS.json RANK`.
 
-For each backend one model and optimizer are built; the ways of saving take turns on that one state,
-each saving, loading and then being checked. vime_optim is installed for its own turns and
+For each configuration one model and optimizer are built; the ways of saving take turns on that one
+state, each saving, loading and then being checked. vime_optim is installed for its own turns and
 uninstalled after them. Rank 0 rewrites the result after every turn, so that a benchmark that is cut
 short keeps what it has.
 """
@@ -40,11 +40,12 @@ class Rank:
         self.folder = Path(options["folder"])
         self.meter = Meter(simulated=self.simulated)
         self.warming = False
+        #: Of the last turn by backend and variant: what the next one, of any size, may take.
+        self.s_per_parameter: dict[tuple[str, str], float] = {}
         self.result: dict[str, Any] = {"ranks": options["ranks"], "configurations": []}
 
     def run(self, fits: Callable[[float], bool]) -> None:
         from benchmarks import rawio
-        from benchmarks.state import SIZES
 
         options = self.options
         self.note("prefault_s", rawio.prefault(options["prefault_bytes"]))
@@ -54,15 +55,19 @@ class Rank:
                 rawio.limits(self.folder, self.number, options["raw_bytes"], options["repeats"]),
             )
         self.note("copy_bytes_per_s", rawio.copies(options["copy_bytes"]))
+        rawio.release_pinned()
         if options["warm_up"] == "tiny":
             # Starts writers and managers, loads libraries; big tensors do not get warmer by it.
-            for backend in dict.fromkeys(word for _, word in options["configurations"]):
-                self.configuration("2m", backend, ["warm-up"], lambda seconds: True, keep=False)
-        for size, backend in options["configurations"]:
-            assert size in SIZES
+            tiny: dict[str, dict[str, Any]] = {}
+            for one in options["configurations"]:
+                new = {**one, "size": "2m", "variants": []}
+                tiny.setdefault(one["backend"], new)["variants"] += one["variants"]
+            for one in tiny.values():
+                self.configuration(one, ["warm-up"], lambda seconds: True, keep=False)
+        for one in options["configurations"]:
             rounds = ["warm-up"] if options["warm_up"] == "full" else []
-            rounds += [str(number) for number in range(options["repeats"])]
-            self.configuration(size, backend, rounds, fits, keep=True)
+            rounds += [str(number) for number in range(one["rounds"])]
+            self.configuration(one, rounds, fits, keep=True)
 
     def note(self, name: str, value: Any) -> None:
         self.result[name] = value
@@ -76,25 +81,27 @@ class Rank:
 
     def configuration(
         self,
-        size: str,
-        backend_word: str,
+        asked: dict[str, Any],
         rounds: list[str],
         fits: Callable[[float], bool],
         *,
         keep: bool,
     ) -> None:
-        """All turns on one model and optimizer."""
+        """All turns on one model and optimizer; `asked` is a Configuration as a dict."""
         import torch
 
-        from benchmarks import state
+        from benchmarks import rawio, state
 
         choose_optimizer(self.simulated)
         began = time.perf_counter()
-        backend = state.BACKENDS[backend_word]
-        job = state.build(state.SIZES[size], backend, simulated=self.simulated)
+        size, backend = state.SIZES[asked["size"]], state.BACKENDS[asked["backend"]]
+        job = state.build(size, backend, simulated=self.simulated)
         entry: dict[str, Any] = {
-            "size": size,
-            "backend": backend_word,
+            "size": asked["size"],
+            "backend": asked["backend"],
+            "variants": list(asked["variants"]),
+            "left_out": list(asked["left_out"]),
+            "predicted_host_bytes": asked.get("host_bytes", {}),
             "parameters": sum(parameter.numel() for parameter in job.gpt.parameters()),
             "own_bytes": gathered(state.own_and_held_bytes(job)[0]),
             "model_bytes": sum(p.numel() * p.element_size() for p in job.gpt.parameters()),
@@ -103,26 +110,33 @@ class Rank:
         }
         if keep:
             self.result["configurations"].append(entry)
-        last_s: dict[str, float] = {}
+        fully_left = asked["fully_rounds"]
         for number, name in enumerate(rounds):
             self.warming = keep and name == "warm-up"
             for variant in ORDERS[number % 3]:
-                fully = variant == VARIANTS[0]
-                if fully and (number > self.options["fully_rounds"] - 1 and keep):
+                if variant not in asked["variants"]:
                     continue
-                if not fits(1.1 * last_s.get(variant, 0.0)):
-                    entry.setdefault("left_out", []).append(f"{variant}, round {name}")
+                if variant == VARIANTS[0]:
+                    if not fully_left:
+                        continue
+                    fully_left -= name != "warm-up"
+                expected_s = self.s_per_parameter.get((asked["backend"], variant), 0.0)
+                if not fits(1.1 * expected_s * entry["parameters"]):
+                    entry["left_out"].append(f"{variant}, round {name}: no time left")
                     self.write()
                     continue
                 turn_began = time.monotonic()
                 turn = self.turn(job, variant)
-                last_s[variant] = time.monotonic() - turn_began
+                if keep:
+                    turn_s = time.monotonic() - turn_began
+                    self.s_per_parameter[asked["backend"], variant] = turn_s / entry["parameters"]
                 entry["turns"].append({"round": name, "variant": variant, **turn})
                 self.write()
         del job
         gc.collect()
         if not self.simulated:
             torch.cuda.empty_cache()
+            rawio.release_pinned()
 
     def turn(self, job: Any, variant: str) -> dict[str, Any]:
         """One save and one load by one variant, each phase measured on all ranks."""

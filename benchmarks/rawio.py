@@ -103,6 +103,14 @@ def copies(size_bytes: int = 1 << 30) -> dict[str, float]:
     return found
 
 
+def release_pinned() -> None:
+    """Give back the pinned memory that torch keeps for later; nothing where it cannot."""
+    names = ("_host_emptyCache", "_accelerator_emptyHostCache")
+    empty = next((getattr(torch._C, name) for name in names if hasattr(torch._C, name)), None)
+    if empty is not None and torch.cuda.is_available():
+        empty()
+
+
 def _rate(work: Callable[[], Any], size_bytes: int) -> float:
     seconds = []
     for _ in range(5):

@@ -2,6 +2,7 @@
 
     python -m benchmarks                                  # simulated device, 24 GB of memory do
     python -m benchmarks --device cuda --size 1.2b --backend hybrid --backend fused
+    python -m benchmarks --device cuda --run 1.2b/hybrid,fully=2 --run 8b/hybrid,only=ours
     python -m benchmarks --report benchmarks/results/NAME.json     # table and plots of a result
 
 Each backend's state is built once; the three take turns on it in the order ABC, CBA, ABC. A turn
@@ -20,38 +21,55 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
+from benchmarks import tables
+from benchmarks.configurations import WORDS, Configuration, asked_for, parse_run, that_fit
 
 
 def main(words: list[str] | None = None) -> None:
     arguments = _parse(words)
     if arguments.report is not None:
-        report.write_all(json.loads(arguments.report.read_text()), arguments.report, arguments.img)
+        tables.write_all(json.loads(arguments.report.read_text()), arguments.report, arguments.img)
         return
     from benchmarks.run import environment_of, run_ranks
     from vime_optim.megatron_source import resolve
 
-    options = _options(arguments, str(resolve(arguments.megatron)))
+    fitting = that_fit(
+        asked_for(arguments),
+        ranks=arguments.ranks,
+        device=arguments.device,
+        folder=arguments.folder,
+    )
+    options = _options(arguments, str(resolve(arguments.megatron)), fitting)
     settings = {key: options[key] for key in _SETTINGS}
     result: dict[str, Any] = {**environment_of(options), "settings": settings}
     result.update(run_ranks(options, arguments.timeout))
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
-        report.write_all(result, arguments.json, arguments.img)
+        tables.write_all(result, arguments.json, arguments.img)
     else:
-        print(report.markdown(result))
+        print(tables.markdown(result))
     if "problem" in result:
         raise SystemExit(f"the benchmark was cut short: {result['problem']}")
 
 
-_SETTINGS = ("repeats", "fully_rounds", "warm_up", "threads", "raw_bytes", "prefault_bytes")
+_SETTINGS = ("configurations", "repeats", "warm_up", "threads", "raw_bytes", "prefault_bytes")
 
 
-def _options(arguments: argparse.Namespace, megatron: str) -> dict[str, Any]:
+def _options(
+    arguments: argparse.Namespace, megatron: str, configurations: list[Configuration]
+) -> dict[str, Any]:
+    from benchmarks.fit import host_bytes
+
     cuda = arguments.device == "cuda"
-    sizes = arguments.size or (["1.2b"] if cuda else ["45m"])
-    backends = arguments.backend or ["hybrid", "fused"]
+
+    def with_memory(one: Configuration) -> dict[str, Any]:
+        needed = {
+            variant: host_bytes(one.size, one.backend, variant, arguments.ranks, arguments.device)
+            for variant in one.variants
+        }
+        return {**one.to_dict(), "host_bytes": needed}
+
     threads = max(1, len(os.sched_getaffinity(0)) // arguments.ranks) if cuda else 1
     work = Path(tempfile.mkdtemp(prefix="vime-bench-"))
     folder = Path(tempfile.mkdtemp(prefix="vime-bench-", dir=arguments.folder))
@@ -62,9 +80,8 @@ def _options(arguments: argparse.Namespace, megatron: str) -> dict[str, Any]:
         "threads": threads,
         "folder": str(folder),
         "out": str(arguments.logs or work),
-        "configurations": [[size, backend] for size in sizes for backend in backends],
+        "configurations": [with_memory(one) for one in configurations],
         "repeats": arguments.repeats,
-        "fully_rounds": arguments.fully_rounds,
         "warm_up": arguments.warm_up or ("tiny" if cuda else "full"),
         "raw_bytes": int(arguments.raw_gb * 1e9),
         "copy_bytes": 1 << (30 if cuda else 27),
@@ -87,7 +104,16 @@ def _parse(words: list[str] | None) -> argparse.Namespace:
     add("--ranks", type=int, default=2, help="data-parallel size, all on this machine")
     add("--size", action="append", help="parameters, a name of state.SIZES; may be repeated")
     add("--backend", action="append", help="a name of state.BACKENDS; may be repeated")
-    add("--repeats", type=int, default=3, help="rounds that count")
+    add(
+        "--run",
+        action="append",
+        type=parse_run,
+        metavar="SIZE/BACKEND[,rounds=N][,fully=N][,only=WORD[+WORD]]",
+        help="a size, a backend, and what differs from --repeats, --fully-rounds and --only for"
+        " them; may be repeated, and takes the place of --size and --backend or comes after them",
+    )
+    add("--only", action="append", choices=WORDS, help="variants; may be repeated, default all")
+    add("--repeats", type=int, default=3, help="rounds that count, and of plain I/O")
     add("--fully-rounds", type=int, default=99, help="rounds of stock fully_reshardable at most")
     add("--warm-up", choices=("full", "tiny"), help="a round of the real size, or of a tiny model")
     add("--folder", type=Path, default=Path("/dev/shm"), help="where checkpoints are written")
