@@ -51,6 +51,15 @@ class Slot:
         """The value as float32; may share the storage."""
         return self.tensor.detach().float()
 
+    @property
+    def is_read_whole(self) -> bool:
+        """True when reading a part costs as much as reading all of it."""
+        return False
+
+    def read_range(self, start: int, end: int) -> torch.Tensor:
+        """Elements [start, end) of the value, as float32; may share the storage."""
+        return self.tensor.detach()[start:end].float()
+
     def write(self, value: torch.Tensor) -> None:
         """Store `value` (1-D, any floating dtype and device) in place."""
         if self.tensor.data_ptr() != value.data_ptr() or self.tensor.dtype != value.dtype:
@@ -78,6 +87,17 @@ class ScaledSlot(Slot):
     def read(self) -> torch.Tensor:
         value: torch.Tensor = self.optimizer.get_unscaled_state(self.param, self.state_name)
         return value.detach()
+
+    @property
+    def is_read_whole(self) -> bool:
+        return self.tensor.dtype != torch.float16
+
+    def read_range(self, start: int, end: int) -> torch.Tensor:
+        if self.is_read_whole:
+            return self.read()[start:end]
+        # As FusedAdam does it: one scale for the whole tensor.
+        scale = self.optimizer._scales[self.param][self.state_name]
+        return self.tensor.detach()[start:end].float().mul_(scale)
 
     def write(self, value: torch.Tensor) -> None:
         """Store `value`, rounded to the nearest code under the tensor's scale.
@@ -148,6 +168,9 @@ class RemainderSlot(Slot):
 
     def read(self) -> torch.Tensor:
         return master_of(self.param, self.tensor)
+
+    def read_range(self, start: int, end: int) -> torch.Tensor:
+        return master_of(self.param[start:end], self.tensor[start:end])
 
     def write(self, value: torch.Tensor) -> None:
         self.write_and_compare(value)

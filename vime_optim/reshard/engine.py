@@ -19,6 +19,7 @@ from vime_optim.backends.slots import Slot, slots_of
 from vime_optim.errors import PlanError
 from vime_optim.reshard.coded import CodedShard, load_shards
 from vime_optim.reshard.layout import ParamLayout, param_layouts
+from vime_optim.reshard.lazy import LazyValue
 from vime_optim.reshard.plan import (
     KeyInfo,
     LoadPlan,
@@ -50,13 +51,14 @@ class ParamState(dict[int, Any]):
 class Destination:
     """Where one state of one parameter shard is loaded to.
 
-    `flat` is the slot's own storage or, for a coded state, a placeholder: that of `coded`. `views`
-    are its pieces by their number in the state dict.
+    `flat` is the slot's own storage or, for a coded state, a placeholder: that of `coded`; a save
+    has none, as it decodes the pieces when they are written. `views` are its pieces by their number
+    in the state dict.
     """
 
     layout: ParamLayout
     slot: Slot | None
-    flat: torch.Tensor
+    flat: torch.Tensor | None
     coded: CodedShard | None = None
     views: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -153,7 +155,7 @@ def _destination(layout: ParamLayout, slot: Slot, is_loading: bool) -> Destinati
     if is_loading:
         coded = CodedShard(slot.numel, _may_be_partial(layout))
         return Destination(layout, slot, coded.placeholder, coded)
-    return Destination(layout, slot, slot.read().view(-1))
+    return Destination(layout, slot, None)
 
 
 def _may_be_partial(layout: ParamLayout) -> bool:
@@ -167,8 +169,7 @@ def _sharded_tensors(
 
     made = {}
     for number, piece in enumerate(pieces):
-        start = piece.source.start_elem
-        view = destination.flat[start : start + piece.numel].view(piece.size)
+        view = _view(destination, piece)
         destination.views[number] = view
         made[number] = ShardedTensor(
             key=piece.key,
@@ -183,6 +184,14 @@ def _sharded_tensors(
             allow_shape_mismatch=_may_be_partial(layout),
         )
     return made
+
+
+def _view(destination: Destination, piece: Piece) -> torch.Tensor:
+    start = piece.source.start_elem
+    if destination.flat is not None:
+        return destination.flat[start : start + piece.numel].view(piece.size)
+    assert destination.slot is not None  # a save has pieces of what this rank owns
+    return LazyValue(destination.slot, start, piece.size)
 
 
 def _gathered_entry(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from vime_optim import installer, settings
+from vime_optim.reshard.lazy import LazyValue
 from vime_optim.writer import guard, stage, task, watch
 from vime_optim.writer.guard import InFlightSave, SharedMappings, is_host
 
@@ -26,7 +27,7 @@ def schedule_temporal(original: Schedule, caller: Any, request: Any) -> None:
         return
     save = InFlightSave(request.call_idx, channel_of(request), watch.poll_temporal)
     mappings = SharedMappings()
-    shared = [t for t in tensors_of(request) if is_host(t) and mappings.contains(t)]
+    shared = [t for t in host_tensors_of(request) if mappings.contains(t)]
     request, by_reference = _stage(request, shared, save)
     if request.preload_fn is not None:
         request = request._replace(preload_fn=_keeping(request.preload_fn, save))
@@ -59,10 +60,9 @@ def schedule_persistent(original: Schedule, caller: Any, request: Any) -> None:
     save = InFlightSave(request.call_idx, channel_of(request), poll)
     save.process = watch.process_of(caller)
     watch.saves_of(caller).append(save)
+    request = _decoded(request)
     try:
-        request, by_reference = _stage(
-            request, [t for t in tensors_of(request) if is_host(t)], save
-        )
+        request, by_reference = _stage(request, host_tensors_of(request), save)
         _share(by_reference)
     except (RuntimeError, OSError) as error:
         _write_inline(request, save, error)
@@ -123,11 +123,7 @@ def _stage(
     buffer = stage.buffer_of_process(settings.current().stage_bytes)
     copies = buffer.stage(tensors, save)
     save.kept.append(buffer)
-    request = request._replace(
-        async_fn=map_tensors(request.async_fn, copies),
-        async_fn_args=map_tensors(request.async_fn_args, copies),
-        preload_fn=map_tensors(request.preload_fn, copies),
-    )
+    request = _mapped(request, copies)
     left = [t for t in tensors if id(t) not in copies]
     if left:
         installer.counters["tensors beyond the staging budget"] += len(left)
@@ -145,6 +141,25 @@ def tensors_of(request: Any) -> list[torch.Tensor]:
     found: dict[int, torch.Tensor] = {}
     _collect((request.async_fn, request.async_fn_args, request.preload_fn), found)
     return list(found.values())
+
+
+def host_tensors_of(request: Any) -> list[torch.Tensor]:
+    """Those in host memory."""
+    return [t for t in tensors_of(request) if is_host(t) and not isinstance(t, LazyValue)]
+
+
+def _decoded(request: Any) -> Any:
+    """With coded states decoded: another process is sent memory, not what it would be made of."""
+    values = {id(t): t.decode() for t in tensors_of(request) if isinstance(t, LazyValue)}
+    return _mapped(request, values) if values else request
+
+
+def _mapped(request: Any, tensors: dict[int, torch.Tensor]) -> Any:
+    return request._replace(
+        async_fn=map_tensors(request.async_fn, tensors),
+        async_fn_args=map_tensors(request.async_fn_args, tensors),
+        preload_fn=map_tensors(request.preload_fn, tensors),
+    )
 
 
 def _collect(obj: Any, found: dict[int, torch.Tensor]) -> None:

@@ -29,7 +29,8 @@ from typing import Any
 import torch
 import xxhash
 
-from vime_optim.writer.window import HostWindow
+from vime_optim.reshard.lazy import LazyValue
+from vime_optim.writer.window import WINDOW_BYTES, HostWindow
 
 CHUNK_BYTES = 8 << 20
 """A digest covers this many bytes of a file (the last one of a file: fewer)."""
@@ -222,20 +223,28 @@ def _write_tensor(file: DigestingFile, tensor: torch.Tensor, window: HostWindow)
     if storage_type is None:
         file.write(_saved_by_torch(tensor))
         return
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    head, tail = _archive_frame(tensor, storage_type, data.numel())
+    head, tail = _archive_frame(tensor, storage_type)
     file.write(head)
+    if isinstance(tensor, LazyValue):
+        for block in tensor.blocks(WINDOW_BYTES // tensor.element_size()):
+            _write_bytes(file, block, window)
+    else:
+        _write_bytes(file, tensor, window)
+    file.write(tail)
+
+
+def _write_bytes(file: DigestingFile, tensor: torch.Tensor, window: HostWindow) -> None:
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if data.device.type == "cpu":
         file.write(memoryview(data.numpy()))  # type: ignore[arg-type]
-    else:
-        for piece in window.pieces(data, file.settle):
-            file.write(piece)
-    file.write(tail)
+        return
+    for piece in window.pieces(data, file.settle):
+        file.write(piece)
 
 
 def _storage_type(tensor: torch.Tensor) -> Any:
     """torch's legacy storage class of a plain strided tensor, None for anything special."""
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, LazyValue)
     if not plain or tensor.layout is not torch.strided or tensor.is_quantized:
         return None
     if tensor.is_conj() or tensor.is_neg():
@@ -287,8 +296,9 @@ class _TensorPickler(pickle.Pickler):
         return self._reference if isinstance(obj, _StorageToken) else None
 
 
-def _archive_frame(tensor: torch.Tensor, storage_type: Any, nbytes: int) -> tuple[bytes, bytes]:
+def _archive_frame(tensor: torch.Tensor, storage_type: Any) -> tuple[bytes, bytes]:
     """The archive's bytes before and after the tensor's data."""
+    nbytes = tensor.numel() * tensor.element_size()
     recipe = io.BytesIO()
     shape = tuple(int(size) for size in tensor.shape)
     _TensorPickler(recipe, storage_type, tensor.numel()).dump(_TensorRecipe(shape, _StorageToken()))

@@ -141,9 +141,13 @@ def _write_all(write_buckets: Any, channel: ResultChannel) -> dict[int, Any]:
         raise RuntimeError(write_buckets.reason)
     progress = _Progress(channel)
     results: dict[int, Any] = {}
+    device = _device_of_process()
 
     def work(number: int) -> None:
         try:
+            if device is not None:
+                # A new thread starts on device 0; work there would open a context on it.
+                torch.cuda.set_device(device)
             results[number] = write_bucket(write_buckets[number], progress)
         except BaseException as error:
             progress.stop = True
@@ -164,6 +168,13 @@ def _write_all(write_buckets: Any, channel: ResultChannel) -> dict[int, Any]:
         # A write that was stopped because of another's failure is not the cause.
         raise next((e for e in errors if not isinstance(e, _Stopped)), errors[0])
     return dict(sorted(results.items()))
+
+
+def _device_of_process() -> int | None:
+    """The current device, None where there is none or this process may not use it."""
+    if not torch.cuda.is_initialized() or torch.cuda._is_in_bad_fork():  # type: ignore[no-untyped-call]
+        return None
+    return torch.cuda.current_device()
 
 
 class _Stopped(Exception):

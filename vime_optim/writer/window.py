@@ -36,14 +36,12 @@ class HostWindow:
         """
         for start in range(0, source.numel(), self._size_bytes):
             piece = source[start : start + self._size_bytes]
-            room = self._room(source.device)[: piece.numel()]
+            room = self._room()[: piece.numel()]
             room.copy_(piece)  # returns when the bytes are there
             yield memoryview(room.numpy())  # type: ignore[arg-type]
             settle()
 
-    def _room(self, device: torch.device) -> torch.Tensor:
+    def _room(self) -> torch.Tensor:
         if self._buffer is None:
-            # A new thread starts on device 0; pinning there would open a context on it.
-            torch.cuda.set_device(device)
             self._buffer = torch.empty(self._size_bytes, dtype=torch.uint8, pin_memory=True)
         return self._buffer

@@ -1,0 +1,89 @@
+"""Coded states (float16, float8, the 16 low bits of a master) are saved without a copy of them all.
+
+A checkpoint holds their float32 values, which are two to four times as large as the codes. Decoded
+when a state dict is built, they would all be on the device at once, just when a training run has
+filled it. A LazyValue stands for such a value: it has its shape, dtype and device and no memory.
+Our file writer decodes it a piece at a time; for anything else that touches it, it is a tensor: an
+operation decodes it for as long as the operation takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from vime_optim.backends.slots import Slot
+
+_SAME_VALUE = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+
+class LazyValue(torch.Tensor):
+    """The float32 value of elements [start, start + numel) of a coded state.
+
+    Args:
+        slot: the state, 1-D. Its value counts when it is decoded, as with a view of a tensor.
+        start: first element.
+        shape: shape of the value.
+    """
+
+    slot: Slot
+    start: int
+
+    @staticmethod
+    def __new__(cls, slot: Slot, start: int, shape: tuple[int, ...]) -> LazyValue:
+        value: LazyValue = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=torch.float32, device=slot.device
+        )
+        value.slot = slot
+        value.start = start
+        return value
+
+    # Subclasses are passed on to __torch_dispatch__ alone.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @torch.no_grad()
+    def decode(self) -> torch.Tensor:
+        """The value in memory of its own."""
+        flat = self.slot.read_range(self.start, self.start + self.numel())
+        return flat.view(self.shape)
+
+    def blocks(self, limit_numel: int) -> Iterator[torch.Tensor]:
+        """The value in order, flat, in tensors of at most `limit_numel` elements."""
+        end = self.start + self.numel()
+        if self.slot.is_read_whole:
+            whole = self.decode().view(-1)
+            yield from (
+                whole[at : at + limit_numel] for at in range(0, end - self.start, limit_numel)
+            )
+            return
+        for first in range(self.start, end, limit_numel):
+            with torch.no_grad():
+                block = self.slot.read_range(first, min(first + limit_numel, end))
+            yield block
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _SAME_VALUE:
+            return LazyValue(args[0].slot, args[0].start, tuple(args[0].shape))
+        if func is torch.ops.aten.is_pinned.default:  # asked of every tensor by DCP's planner
+            return False
+        for value, argument in zip(args, func._schema.arguments, strict=False):
+            alias = argument.alias_info
+            if isinstance(value, LazyValue) and alias is not None and alias.is_write:
+                raise RuntimeError(f"{func} would write into a value that is decoded when read")
+        args, kwargs = tree_map_only(LazyValue, LazyValue.decode, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.decode()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.decode().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"LazyValue({tuple(self.shape)}, device={self.device})"
