@@ -51,10 +51,12 @@ class GroupsOnly(wrapt.ObjectProxy):  # type: ignore[type-arg]
         # Without Transformer Engine and Apex, Megatron takes the step from the states and insists
         # on exactly one value, also before the first step.
         step = torch.tensor(float(read_step(inner) or 0))
-        return {
-            "state": {0: {"step": step}},
-            "param_groups": [clean_group(group) for group in packed["param_groups"]],
-        }
+        groups = [clean_group(group) for group in packed["param_groups"]]
+        for group in groups:
+            if isinstance(group.get("step"), torch.Tensor):
+                # Under capturable. Megatron compares the groups' steps as numbers.
+                group["step"] = int(group["step"])
+        return {"state": {0: {"step": step}}, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         load_groups(self.__wrapped__, self._self_matched or state_dict["param_groups"])
@@ -73,17 +75,40 @@ def load_groups(inner: Any, saved_groups: list[dict[str, Any]]) -> None:
             expected=len(inner.param_groups),
             next_step="load with the same weight decay and learning rate options",
         )
+    seen: set[int] = set()
     for group, saved in zip(inner.param_groups, saved_groups, strict=True):
-        kept = {k: v for k, v in clean_group(saved).items() if k not in ("params", "step")}
-        group.update(kept)
+        for key, value in clean_group(saved).items():
+            if key not in ("params", "step"):
+                group[key] = _in_kind_of(group.get(key), value, seen)
     if is_hybrid(inner):
         inner._sync_hdo_param_groups_to_sub_optimizers()
 
 
+def _in_kind_of(own: Any, value: Any, seen: set[int]) -> Any:
+    """A saved hyperparameter as this optimizer keeps it: a number, or a tensor of its own.
+
+    A learning rate is a tensor under capturable. One that is no other group's is filled in place:
+    a CUDA graph may hold on to it.
+    """
+    if isinstance(own, torch.Tensor) and isinstance(value, (int, float, torch.Tensor)):
+        if own.untyped_storage().data_ptr() in seen:
+            own = own.clone()
+        seen.add(own.untyped_storage().data_ptr())
+        return own.copy_(value) if isinstance(value, torch.Tensor) else own.fill_(value)
+    if isinstance(value, torch.Tensor):
+        # Saved by a capturable optimizer, and this one keeps a number.
+        return value.item() if isinstance(own, (int, float)) else value.detach().clone()
+    return value
+
+
 def clean_group(group: dict[str, Any]) -> dict[str, Any]:
-    """A param group without classes and without HybridDeviceOptimizer's construction settings."""
+    """A param group without classes and without HybridDeviceOptimizer's construction settings.
+
+    A tensor (a learning rate under capturable) is a copy on the host: what is saved neither changes
+    with the optimizer nor needs its device.
+    """
     return {
-        key: value
+        key: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
         for key, value in group.items()
         if key not in _HYBRID_SETTINGS and not inspect.isclass(value)
     }

@@ -6,12 +6,14 @@ torch's Adam not at all. Here each optimizer's own initialisation is called, and
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
 import torch
 
 from vime_optim.backends.kinds import (
+    is_apex,
     is_hybrid,
     is_native,
     is_transformer_engine,
@@ -73,20 +75,17 @@ def _ensure(optimizer: Any, init_state_fn: Any, config: Any) -> None:
             _initialize_fused(optimizer, param)
     elif is_native(optimizer) and hasattr(optimizer, "_init_group"):
         _initialize_native(optimizer, missing)
+    elif is_apex(optimizer):
+        for _, param in missing:
+            # In float32 whatever the parameter is; Megatron's own way takes the parameter's dtype.
+            optimizer.state[param].update(
+                exp_avg=torch.zeros_like(param.detach(), dtype=torch.float32),
+                exp_avg_sq=torch.zeros_like(param.detach(), dtype=torch.float32),
+            )
     elif init_state_fn is not None:
         init_state_fn(optimizer, config)
-    elif _is_apex(optimizer):
-        for _, param in missing:
-            optimizer.state[param].update(
-                exp_avg=torch.zeros_like(param.detach()),
-                exp_avg_sq=torch.zeros_like(param.detach()),
-            )
     else:
-        _step_without_effect(optimizer)
-
-
-def _is_apex(optimizer: Any) -> bool:
-    return type(optimizer).__module__.startswith("apex.optimizers")
+        _step_without_effect(optimizer, [param for _, param in missing])
 
 
 def _initialize_fused(optimizer: Any, param: torch.Tensor) -> None:
@@ -121,13 +120,18 @@ def _initialize_native(optimizer: Any, missing: list[tuple[dict[str, Any], torch
                 param.grad = grad
 
 
-def _step_without_effect(optimizer: Any) -> None:
-    """For an optimizer that offers no initialisation: a step on zero gradients, then undone."""
+def _step_without_effect(optimizer: Any, missing: list[torch.Tensor]) -> None:
+    """For an optimizer that offers no initialisation: a step on zero gradients, then undone.
+
+    Parameters that have state get no gradient, so that they and their state stay as they are.
+    """
     params = [param for group in optimizer.param_groups for param in group["params"]]
+    fresh = {id(param) for param in missing}
     before = [(param.detach().clone(), param.grad) for param in params]
-    steps = [group.get("step") for group in optimizer.param_groups]
+    # A counter may be a tensor that the step advances in place.
+    steps = [copy.deepcopy(group.get("step")) for group in optimizer.param_groups]
     for param in params:
-        param.grad = torch.zeros_like(param)
+        param.grad = torch.zeros_like(param) if id(param) in fresh else None
     optimizer.step()
     for param, (value, grad) in zip(params, before, strict=True):
         param.detach().copy_(value)
@@ -137,7 +141,7 @@ def _step_without_effect(optimizer: Any) -> None:
             group.pop("step", None)
         else:
             group["step"] = step
-    if any(param.numel() and not optimizer.state.get(param) for param in params):
+    if any(not optimizer.state.get(param) for param in missing):
         raise OptimizerStateError(
             "an optimizer made no state on its first step",
             where=f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",

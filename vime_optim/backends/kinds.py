@@ -29,6 +29,17 @@ def is_native(inner: Any) -> bool:
     return isinstance(inner, (torch.optim.Adam, torch.optim.AdamW))
 
 
+def is_apex(inner: Any) -> bool:
+    """True for NVIDIA Apex's FusedAdam and classes derived from it.
+
+    Two moments in float32 for each parameter; a step for each param group that holds parameters.
+    """
+    return any(
+        base.__name__ == "FusedAdam" and base.__module__.split(".")[:2] == ["apex", "optimizers"]
+        for base in type(inner).__mro__
+    )
+
+
 def is_precision_aware(dist_opt: Any) -> bool:
     """True when the inner optimizer, not Megatron, holds the master parameters."""
     return bool(getattr(dist_opt.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False))

@@ -11,6 +11,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from vime_optim.errors import CheckpointError
 
 Group = dict[str, Any]
@@ -173,6 +175,8 @@ def _keys(group: Group) -> set[str]:
 
 def _value(group: Group, key: str) -> Any:
     value = group.get(key, group.get(f"pre_{key}"))  # NeMo writes some keys with a prefix
+    if isinstance(value, torch.Tensor) and value.dim() == 0:
+        return value.item()  # a learning rate under capturable
     return tuple(value) if isinstance(value, list) else value
 
 

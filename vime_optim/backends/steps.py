@@ -6,12 +6,19 @@ keep one number per param group; HybridDeviceOptimizer has several optimizers of
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from vime_optim.backends.kinds import STATE_MASTER, is_hybrid, is_native, sub_optimizers
+from vime_optim.backends.kinds import (
+    STATE_MASTER,
+    is_apex,
+    is_hybrid,
+    is_native,
+    sub_optimizers,
+)
 from vime_optim.errors import OptimizerStateError
 
 
@@ -102,12 +109,52 @@ def _native_step(group: dict[str, Any], param: torch.Tensor, old: Any, step: int
 
 
 def _write_fused(optimizer: Any, step: int) -> None:
+    seen: set[int] = set()
     for group in optimizer.param_groups:
-        old = group.get("step")
-        if isinstance(old, torch.Tensor):
-            group["step"] = torch.full_like(old, step)
-        else:
-            group["step"] = step
+        if step == 0:
+            group.pop("step", None)  # as before the first step, which makes the counter
+        elif group["params"] or "step" in group or not is_apex(optimizer):
+            group["step"] = _fused_step(optimizer, group, step, seen)
         for param in group["params"]:
             # Megatron puts a torch-style step beside FusedAdam's moments; it means nothing there.
             optimizer.state.get(param, {}).pop("step", None)
+
+
+def _fused_step(optimizer: Any, group: dict[str, Any], step: int, seen: set[int]) -> Any:
+    """A number, or with capturable an int32 tensor that is this group's alone.
+
+    A tensor that is right already is filled in place: a CUDA graph may hold on to it.
+    """
+    old = group.get("step")
+    if not getattr(optimizer, "capturable", isinstance(old, torch.Tensor)):
+        return step
+    holder = next(iter(group["params"]), getattr(optimizer, "_dummy_overflow_buf", old))
+    if not isinstance(holder, torch.Tensor):
+        return step
+    if (
+        not isinstance(old, torch.Tensor)
+        or (old.dtype, old.device) != (torch.int, holder.device)
+        or old.untyped_storage().data_ptr() in seen
+    ):
+        old = torch.zeros(1, dtype=torch.int, device=holder.device)
+    seen.add(old.untyped_storage().data_ptr())
+    return old.fill_(step)
+
+
+@contextmanager
+def steps_as_numbers(groups: list[dict[str, Any]]) -> Iterator[None]:
+    """In this block, groups whose step is a tensor (capturable) hold it as a number.
+
+    Tensors of one value are different keys of a set, and one tensor that several groups share
+    would be advanced several times a step. A number that the block changes goes into the tensor.
+    """
+    held = [(g, g["step"]) for g in groups if isinstance(g.get("step"), torch.Tensor)]
+    for group, tensor in held:
+        group["step"] = int(tensor)
+    try:
+        yield
+    finally:
+        for group, tensor in held:
+            if int(tensor) != group["step"]:
+                tensor.fill_(group["step"])
+            group["step"] = tensor

@@ -5,7 +5,8 @@ merged (F2); Adam resumes at step 1 (F3); FusedAdam's counter freezes under frac
 a fresh torch Adam has no step to save, and one tensor is shared by all parameters (F8); state is
 built twice more on load (F18); where a param group holds float32 and 16-bit parameters, states are
 saved under another parameter's name, or the save fails (F20); groups that differ in max_lr alone
-get one of both values (F24).
+get one of both values (F24); capturable optimizers cannot be saved, as steps that are tensors are
+compared as objects.
 Cause: a counter is handled as if it were a state of the shape of its parameter.
 Changes: param state holds tensors of the parameter's size alone; state_dict() and load_state_dict()
 of the DistributedOptimizer see the inner optimizer's groups without its tensors; the step is read
@@ -38,7 +39,7 @@ from vime_optim.backends.kinds import (
 )
 from vime_optim.backends.matching import identifiers, match_groups
 from vime_optim.backends.slots import slots_of
-from vime_optim.backends.steps import write_step
+from vime_optim.backends.steps import steps_as_numbers, write_step
 from vime_optim.errors import CheckpointError
 from vime_optim.fixes.precision import is_canonical, sync_moved_params
 from vime_optim.probe import has_patch, missing_parameters, source_of
@@ -51,6 +52,7 @@ from vime_optim.registry import (
     Wrap,
     fixed_upstream,
     not_understood,
+    takes,
 )
 
 MODULE = "megatron.core.optimizer.distrib_optimizer"
@@ -88,6 +90,8 @@ def _wrap_load_state_dict(original: Any, hit: Hit) -> Any:
             original(self, _with_groups(state_dict, groups, step))
         if not step and "param_state" in state_dict:
             _require_no_moments(self)
+            if step is None and any("step" in group for group in self.optimizer.param_groups):
+                step = 0  # FusedAdam's counters of before the load are those of other moments
         if step is not None:
             write_step(self.optimizer, step)
         if "param_state" in state_dict:
@@ -153,6 +157,17 @@ def _wrap_get(original: Any, hit: Hit) -> Any:
     return get_main_param_and_optimizer_states
 
 
+def _wrap_synchronize(original: Any, hit: Hit) -> Any:
+    def synchronize_steps(self: Any) -> Any:
+        inners = (getattr(member, "optimizer", None) for member in self.chained_optimizers)
+        groups = [group for inner in inners if inner is not None for group in inner.param_groups]
+        hit()
+        with steps_as_numbers(groups):
+            return original(self)
+
+    return synchronize_steps
+
+
 def _is_fused_master(dist_opt: Any) -> bool:
     return is_precision_aware(dist_opt) and is_transformer_engine(dist_opt.optimizer)
 
@@ -185,6 +200,13 @@ FIXES = (
             _target("state_dict", _wrap_state_dict),
             _target("load_state_dict", _wrap_load_state_dict, "state_dict"),
             _target("_get_main_param_and_optimizer_states", _wrap_get, "model_param"),
+            Target(
+                "megatron.core.optimizer.optimizer",
+                "ChainedOptimizer._synchronize_steps",
+                _wrap_synchronize,
+                takes("self"),
+                optional=True,
+            ),
         ),
     ),
 )

@@ -4,7 +4,7 @@ The optimizer's tensors are read from the AdamW and FusedAdam objects that own t
 own lists of parameters. Nothing of vime_optim's layout code is used, so a fault there cannot hide.
 
 A capture is plain data that `torch.load(weights_only=True)` reads: `pieces` (flat parts of local
-parameters by kind), `scalars`, `rng`, `cursor`, `memory`.
+parameters by kind), `scalars`, `kinds`, `rng`, `memory`.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ def capture(job: Job, path: Path) -> dict[str, Any]:
     record = {
         "pieces": list(_pieces(job, states)),
         "scalars": _job_scalars(job),
+        "kinds": _kinds(states),
         "rng": rng_state(),
         "memory": memory,
     }
@@ -115,12 +116,36 @@ def _read_state(member: Any, model_parameter: torch.Tensor, inner: Any) -> Param
         {kind: stored[kind] for kind in stored if kind not in ("step", "master_param")},
         dict(getattr(owner, "_scales", {}).get(leaf, {})),
         None if step is None else float(step),
-        {key: outer_group[key] for key in GROUP_KEYS if outer_group.get(key) is not None},
+        {key: _number(outer_group[key]) for key in GROUP_KEYS if outer_group.get(key) is not None},
         stored,
         owner,
         leaf,
         inner,
     )
+
+
+def _number(value: Any) -> Any:
+    return float(value) if isinstance(value, torch.Tensor) else value
+
+
+def _kinds(states: list[ParameterState]) -> dict[str, list[str]]:
+    """How each class of optimizer keeps its steps and learning rates: as numbers or as tensors."""
+    found: dict[str, set[str]] = {}
+    for state in states:
+        group = _group_of(state.owner, state.leaf) or {}
+        for name, value in (
+            ("step", state.stored.get("step", group.get("step"))),
+            ("lr", group.get("lr")),
+        ):
+            if value is not None:
+                found.setdefault(f"{name} of {type(state.owner).__name__}", set()).add(_kind(value))
+    return {name: sorted(kinds) for name, kinds in found.items()}
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"{value.dtype} {tuple(value.shape)} on {value.device.type}"
 
 
 def _group_of(optimizer: Any, parameter: torch.Tensor) -> dict[str, Any] | None:
@@ -299,8 +324,8 @@ def set_rng_state(state: dict[str, torch.Tensor]) -> None:
 def memory_use(states: list[ParameterState]) -> dict[str, Any]:
     """Bytes that the optimizer's state tensors have, and that their storages hold.
 
-    `aliased`: the states ("index.kind") that share a storage with one before them. A master that
-    is the optimizer's own leaf is counted with the parameters, not here.
+    `aliased`: the states ("index.kind") that share a storage with one before them, and so param
+    groups. A master that is the optimizer's own leaf is counted with the parameters, not here.
     """
     own_bytes = held_bytes = 0
     owners: dict[int, str] = {}
@@ -317,4 +342,19 @@ def memory_use(states: list[ParameterState]) -> dict[str, Any]:
                 continue
             owners[storage.data_ptr()] = name
             held_bytes += storage.nbytes()
+    aliased += _shared_between_groups(states)
     return {"own_bytes": own_bytes, "held_bytes": held_bytes, "aliased": aliased}
+
+
+def _shared_between_groups(states: list[ParameterState]) -> list[str]:
+    """Steps and learning rates that are tensors, and the same ones in several groups."""
+    groups = {id(group): group for s in states if (group := _group_of(s.owner, s.leaf))}
+    owners: set[int] = set()
+    shared = []
+    for group in groups.values():
+        for key in ("step", "lr"):
+            if isinstance(value := group.get(key), torch.Tensor):
+                if value.data_ptr() in owners:
+                    shared.append(f"{key} of a param group with another group's")
+                owners.add(value.data_ptr())
+    return shared

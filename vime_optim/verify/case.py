@@ -3,7 +3,9 @@
 A case has a compact spelling that `Case.parse` reads and `Case.name` writes, for example
 ``0.16.1,hybrid,pao,f=0.5,fully_reshardable,dp=2->3``. Words are separated by commas:
 
-- the optimizer: ``hybrid`` (HybridDeviceOptimizer), ``fused`` (FusedAdam), ``torch`` (AdamW),
+- the optimizer: ``hybrid`` (HybridDeviceOptimizer), ``fused`` (FusedAdam), ``torch`` (AdamW);
+  then ``apex``: FusedAdam is NVIDIA Apex's, not Transformer Engine's (in ``fused,apex,nopao``, and
+  in ``hybrid,apex`` on the device); ``capturable``: lr and step are tensors (Apex, since 0.17),
 - ``pao`` or ``nopao``; ``f=`` the offload fraction; ``m=`` and ``v=`` the dtypes of exp_avg and
   exp_avg_sq (fp32, bf16, fp16, fp8); ``rem`` or ``norem`` for store_param_remainders;
   ``torchonly`` (neither Transformer Engine nor Apex is there),
@@ -70,6 +72,8 @@ class Backend:
     exp_avg_sq_dtype: str = "fp32"
     remainders: bool = True
     torch_only: bool = False
+    apex: bool = False
+    capturable: bool = False
 
 
 @dataclass(frozen=True)
@@ -219,6 +223,12 @@ def _check_backend(backend: Backend) -> None:
     _one_of("the optimizer", backend.optimizer, OPTIMIZERS)
     _one_of("the dtype of exp_avg", backend.exp_avg_dtype, DTYPES)
     _one_of("the dtype of exp_avg_sq", backend.exp_avg_sq_dtype, DTYPES)
+    if backend.apex and (backend.optimizer == "torch" or backend.torch_only):
+        raise VerifyError("Apex is the FusedAdam of no optimizer here", got="apex and torch alone")
+    if backend.apex and backend.optimizer == "fused" and backend.pao:
+        raise VerifyError("Apex's FusedAdam is not precision-aware", got="fused,apex,pao")
+    if backend.capturable and not (backend.apex and backend.optimizer == "fused"):
+        raise VerifyError("capturable goes with fused,apex alone", got=backend.optimizer)
     if not 0.0 <= backend.offload_fraction <= 1.0:
         raise VerifyError(
             "the offload fraction is not within 0 and 1", got=backend.offload_fraction
@@ -231,7 +241,7 @@ def _one_of(what: str, got: object, allowed: tuple[object, ...]) -> None:
 
 
 def _backend_words(backend: Backend) -> list[str]:
-    words = [backend.optimizer]
+    words = [backend.optimizer] + ["apex"] * backend.apex
     if backend.optimizer != "torch":
         words.append("pao" if backend.pao else "nopao")
     if backend.optimizer == "hybrid":
@@ -239,7 +249,7 @@ def _backend_words(backend: Backend) -> list[str]:
     words += [f"m={backend.exp_avg_dtype}"] * (backend.exp_avg_dtype != "fp32")
     words += [f"v={backend.exp_avg_sq_dtype}"] * (backend.exp_avg_sq_dtype != "fp32")
     words += ["norem"] * (not backend.remainders)
-    return words + ["torchonly"] * backend.torch_only
+    return words + ["torchonly"] * backend.torch_only + ["capturable"] * backend.capturable
 
 
 def _model_words(case: Case) -> list[str]:
@@ -290,14 +300,17 @@ _TEXTS = {
     "groups": "groups",
 }
 _BACKEND_FLAGS: dict[str, dict[str, Any]] = {
-    "hybrid": {"optimizer": "hybrid"},
-    "fused": {"optimizer": "fused"},
-    "torch": {"optimizer": "torch", "pao": False},
+    # Whose FusedAdam it is belongs to the optimizer, and follows it.
+    "hybrid": {"optimizer": "hybrid", "apex": False, "capturable": False},
+    "fused": {"optimizer": "fused", "apex": False, "capturable": False},
+    "torch": {"optimizer": "torch", "apex": False, "capturable": False, "pao": False},
     "pao": {"pao": True},
     "nopao": {"pao": False},
     "rem": {"remainders": True},
     "norem": {"remainders": False},
     "torchonly": {"torch_only": True},
+    "apex": {"apex": True},
+    "capturable": {"capturable": True},
 }
 _RELEASE = re.compile(r"\d+\.\d")
 _BACKEND_VALUES = {"f": "offload_fraction", "m": "exp_avg_dtype", "v": "exp_avg_sq_dtype"}

@@ -66,6 +66,10 @@ def assemble(records: Iterable[dict[str, Any]]) -> State:
     for rank, record in enumerate(records):
         for key, value in record["scalars"].items():
             _put_value(state, ("job", key), value)
+        for key, value in record.get("kinds", {}).items():
+            # Of all ranks together: one may hold no part of an optimizer's host or device half.
+            seen = state.values.get(("kinds", key), [])
+            state.values["kinds", key] = sorted({*seen, *value})
         if rank == 0:
             state.tensors.update({("rng", key): value for key, value in record["rng"].items()})
         for piece in record["pieces"]:
@@ -79,6 +83,8 @@ def assemble(records: Iterable[dict[str, Any]]) -> State:
 
 
 def _put_value(state: State, key: tuple[str, str], value: Any) -> None:
+    if key[0] == "step" and not value and not state.values.get(key):
+        value = None  # no counter counts from 0
     if key in state.values and not _same_value(state.values[key], value):
         what = f"replicas disagree: {state.values[key]!r} and {value!r}"
         state.conflicts.append(Difference(*key, what))

@@ -88,12 +88,12 @@ def _start(payload: dict[str, Any], *, loading: bool) -> tuple[Case, Job]:
 
 
 def _prepare_optimizers(backend: Backend) -> None:
-    """On the simulated device, put the stand-in for TE's FusedAdam in place, or take it away."""
+    """On the simulated device, put the stand-in for a FusedAdam in place, or take it away."""
     from vime_optim.simulate import device, megatron
 
     if device.is_enabled():
         torch_only = backend.optimizer == "torch" or backend.torch_only
-        megatron.prepare("torch" if torch_only else "te")
+        megatron.prepare("torch" if torch_only else "apex" if backend.apex else "te")
 
 
 def _capture(payload: dict[str, Any], job: Job, name: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from vime_optim.errors import VerifyError
 from vime_optim.verify.case import Backend, Case
 
 LR = 2e-2
@@ -54,6 +55,10 @@ def optimizer_config(backend: Backend, case: Case | None = None) -> Any:
             overlap_cpu_optimizer_d2h_h2d=True,
         )
     known = {field.name for field in dataclasses.fields(OptimizerConfig)}
+    if backend.capturable:
+        if "optimizer_cuda_graph" not in known:
+            raise VerifyError("megatron-core has capturable optimizers since 0.17")
+        values.update(optimizer_cuda_graph=True)
     return OptimizerConfig(**{name: value for name, value in values.items() if name in known})
 
 
