@@ -37,8 +37,10 @@ PART_COLORS = (
 
 def plot(result: dict[str, Any], entry: dict[str, Any], path: Path) -> None:
     """Save and load time by phase, and memory, for the three variants."""
-    plt = _pyplot()
-    figure, axes = plt.subplots(1, 3, figsize=(12, 4))
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4))
+    axes = figure.subplots(1, 3)
     for axis, part, phases in ((axes[0], "save", SAVE_PHASES), (axes[1], "load", LOAD_PHASES)):
         _plot_seconds(axis, entry, part, phases)
         floor = _floor_s(result, entry, part)
@@ -49,7 +51,7 @@ def plot(result: dict[str, Any], entry: dict[str, Any], path: Path) -> None:
     for axis in axes:
         axis.tick_params(axis="x", labelsize=8)
         axis.margins(y=0.12)
-    _finish(plt, figure, result, entry, path)
+    _finish(figure, result, entry, path)
 
 
 def _plot_seconds(axis: Any, entry: dict[str, Any], part: str, phases: tuple[str, ...]) -> None:
@@ -68,24 +70,31 @@ def _plot_seconds(axis: Any, entry: dict[str, Any], part: str, phases: tuple[str
             turns = "once" if len(values) == 1 else f"{len(values)} turns"
             text = f"{median(values):.2f} s\n({turns})"
         axis.annotate(text, (place, bottom[place]), ha="center", va="bottom", fontsize=8)
-    axis.set_title(f"{part}, seconds (median)")
+    axis.set_title(f"{part}, seconds (median of the turns)", fontsize=10)
 
 
 def _plot_memory(axis: Any, entry: dict[str, Any]) -> None:
     own = max(entry["own_bytes"])
     for place, variant in enumerate(LABELS):
-        for offset, part, phases, color in (
-            (-0.2, "save", SAVE_PHASES, "#aa3377"),
-            (0.2, "load", LOAD_PHASES, "#228833"),
+        if not turns_of(entry, variant, "save"):
+            text = absence(entry, variant, "save")
+            axis.annotate(text, (place, 0), ha="center", va="bottom", fontsize=8)
+            continue
+        labels = (None, None) if axis.patches else ("save", "load")
+        for offset, part, phases, color, label in (
+            (-0.2, "save", SAVE_PHASES, "#aa3377", labels[0]),
+            (0.2, "load", LOAD_PHASES, "#228833", labels[1]),
         ):
             value = median(phase_values(entry, variant, part, phases, "host_extra_bytes"))
             height = (value or 0.0) / own
             text = absence(entry, variant, part) if value is None else f"{height:.2f}"
-            axis.bar(place + offset, height, 0.4, color=color, label=None if place else part)
+            axis.bar(place + offset, height, 0.4, color=color, label=label)
             axis.annotate(text, (place + offset, height), ha="center", va="bottom", fontsize=8)
     axis.set_xticks(range(len(LABELS)), list(LABELS.values()))
-    axis.set_title("extra host memory / own state")
-    axis.legend(fontsize=8)
+    axis.set_xlim(-0.6, len(LABELS) - 0.4)
+    axis.set_title("extra host memory / own state", fontsize=10)
+    if axis.patches:
+        axis.legend(fontsize=8)
 
 
 def plot_parts(result: dict[str, Any], entry: dict[str, Any], path: Path) -> None:
@@ -93,8 +102,10 @@ def plot_parts(result: dict[str, Any], entry: dict[str, Any], path: Path) -> Non
     found = {variant: part_seconds(entry, variant) for variant in LABELS}
     if not any(found.values()):
         return
-    plt = _pyplot()
-    figure, axes = plt.subplots(1, 2, figsize=(12, 3.4))
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 3.4))
+    axes = figure.subplots(1, 2)
     names = (*PARTS, "other")
     used: dict[str, Any] = {}
     for axis, half, phases in ((axes[0], "save", SAVE_PHASES), (axes[1], "load", LOAD_PHASES)):
@@ -106,42 +117,34 @@ def plot_parts(result: dict[str, Any], entry: dict[str, Any], path: Path) -> Non
                     bar = axis.barh(place, width, left=left, color=color)
                     used.setdefault(part, bar)
                     left += width
-            text = f" {left:.2f} s" if left else f" {absence(entry, variant, half)}"
-            axis.annotate(text, (left, place), va="center", fontsize=8)
+            total = median(seconds(entry, variant, half))
+            text = absence(entry, variant, half) if total is None else f"{total:.2f} s"
+            axis.annotate(f" {text}", (left, place), va="center", fontsize=8)
         axis.set_yticks(range(len(LABELS)), list(LABELS.values()), fontsize=8)
         axis.invert_yaxis()
         axis.margins(x=0.15)
-        axis.set_title(f"{half} by part, seconds (medians of the slowest rank)", fontsize=9)
+        axis.set_title(f"{half} by part, seconds (medians)", fontsize=9)
     order = [part for part in names if part in used]
     figure.legend([used[part] for part in order], order, ncols=len(order), fontsize=8, loc=8)
-    _finish(plt, figure, result, entry, path, bottom=0.09)
-
-
-def _pyplot() -> Any:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
+    _finish(figure, result, entry, path, bottom=0.09)
 
 
 def _finish(
-    plt: Any,
     figure: Any,
     result: dict[str, Any],
     entry: dict[str, Any],
     path: Path,
     bottom: float = 0.0,
 ) -> None:
+    count = entry["parameters"]
+    size = f"{count / 1e9:.2f}B" if count > 1e8 else f"{count / 1e6:.1f}M"
     figure.suptitle(
-        f"{entry['parameters'] / 1e9:.2f}B parameters, {entry['backend']}, "
+        f"{size} parameters, {entry['backend']}, "
         f"{result['ranks']} ranks, {result['hardware']['device']}",
         fontsize=10,
     )
     figure.tight_layout(rect=(0, bottom, 1, 1))
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def _floor_s(result: dict[str, Any], entry: dict[str, Any], part: str) -> float | None:

@@ -114,26 +114,23 @@ def host_peak_bytes(entry: dict[str, Any], variant: str) -> int | None:
 
 
 def part_seconds(entry: dict[str, Any], variant: str) -> dict[tuple[str, str], float]:
-    """{(phase, part): seconds}: median over the turns of the slowest rank in that part.
+    """{(phase, part): seconds}: median over the turns of the rank that was slowest in the phase.
 
     "other" is what no part covers: barriers, and code that is not timed.
     """
     values: dict[tuple[str, str], list[float]] = {}
     for half, phases in (("save", SAVE_PHASES), ("load", LOAD_PHASES)):
-        turns = turns_of(entry, variant, half)
         for phase in phases:
-            measured = [turn[phase] for turn in turns if "parts" in turn[phase]]
+            turns = [turn[phase] for turn in turns_of(entry, variant, half)]
+            measured = [_of_slowest(turn) for turn in turns if "parts" in turn]
             for part in (*PARTS, "other"):
-                found = [max(_of_ranks(one, part)) for one in measured]
+                found = [parts.get(part, 0.0) for parts in measured]
                 if any(found):
                     values[phase, part] = found
     return {key: statistics.median(found) for key, found in values.items()}
 
 
-def _of_ranks(phase: dict[str, Any], part: str) -> list[float]:
-    if part != "other":
-        return [rank.get(part, 0.0) for rank in phase["parts"]]
-    return [
-        max(0.0, total - sum(rank.values()))
-        for total, rank in zip(phase["seconds"], phase["parts"], strict=True)
-    ]
+def _of_slowest(phase: dict[str, Any]) -> dict[str, float]:
+    slowest_s = max(phase["seconds"])
+    parts: dict[str, float] = phase["parts"][phase["seconds"].index(slowest_s)]
+    return {**parts, "other": max(0.0, slowest_s - sum(parts.values()))}

@@ -30,11 +30,13 @@ from benchmarks.report import (
 
 #: What the parts are, and what cannot be told apart.
 NOTES = (
-    "plan: local and global planning with its collectives, checks before a load, metadata read."
-    " staging: host views that stock copies, device to host copies before the write. files: the"
-    " write with fsync. commit: results, metadata, manifest. garbage: gc.collect(). read: files to"
-    " tensors, host to device copies included, since both readers copy while they read. weights"
-    " and state: taking what was loaded. other: barriers and what is in no part.",
+    "Parts, each without what parts within it take: gather, stock's collectives over optimizer"
+    " state; plan, local and global planning with its collectives, checks before a load, reading of"
+    " metadata; garbage, gc.collect(); staging, copies of host views (stock) and of device tensors"
+    " before the write; files, the write with fsync; commit, results, metadata, manifest; read,"
+    " files to tensors, copies to the device included, as both readers copy while they read;"
+    " weights and state, taking what was loaded; other, barriers and what is in no part. Waiting"
+    " for slower ranks counts where it happens.",
     "",
     "A sync save of vime_optim may copy device tensors piece by piece within the write: staging is"
     " next to nothing then, and files includes these copies.",
@@ -73,6 +75,8 @@ def markdown(result: dict[str, Any]) -> str:
         lines += [f"**Cut short: {result['problem']}.**", ""]
     for entry in result.get("configurations", []):
         lines += _entry_lines(result, entry)
+    if any(part_seconds(entry, OURS) for entry in result.get("configurations", [])):
+        lines += [*NOTES, ""]
     return "\n".join(lines) + "\n"
 
 
@@ -249,7 +253,7 @@ def _parts_lines(entry: dict[str, Any]) -> list[str]:
         variant: f"{variant} ({_count(entry, variant, 'save')})" for variant in (FULLY, DP, OURS)
     }
     lines = [
-        "Parts, seconds, medians of the slowest rank (of one or two turns: their mean):",
+        "Parts, seconds, medians of the rank that is slowest in the phase (of two turns: their mean):",
         "",
         f"| phase | part | {' | '.join(heads.values())} |",
         "|---|---|---|---|---|",
@@ -260,7 +264,7 @@ def _parts_lines(entry: dict[str, Any]) -> list[str]:
             if any(value is not None for value in row):
                 cells = " | ".join("-" if value is None else f"{value:.3f}" for value in row)
                 lines.append(f"| {phase} | {part} | {cells} |")
-    return [*lines, "", *NOTES, ""]
+    return [*lines, ""]
 
 
 def _count(entry: dict[str, Any], variant: str, part: str) -> str:
