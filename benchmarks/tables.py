@@ -253,7 +253,7 @@ def _parts_lines(entry: dict[str, Any]) -> list[str]:
         variant: f"{variant} ({_count(entry, variant, 'save')})" for variant in (FULLY, DP, OURS)
     }
     lines = [
-        "Parts, seconds, medians of the rank that is slowest in the phase (of two turns: their mean):",
+        "Parts, seconds, of the rank that is slowest in the phase; medians (of two turns: means):",
         "",
         f"| phase | part | {' | '.join(heads.values())} |",
         "|---|---|---|---|---|",
