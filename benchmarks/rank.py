@@ -96,6 +96,7 @@ class Rank:
         began = time.perf_counter()
         size, backend = state.SIZES[asked["size"]], state.BACKENDS[asked["backend"]]
         job = state.build(size, backend, simulated=self.simulated)
+        rawio.release_pinned()
         entry: dict[str, Any] = {
             "size": asked["size"],
             "backend": asked["backend"],
@@ -136,7 +137,7 @@ class Rank:
         gc.collect()
         if not self.simulated:
             torch.cuda.empty_cache()
-            rawio.release_pinned()
+        rawio.release_pinned()
 
     def turn(self, job: Any, variant: str) -> dict[str, Any]:
         """One save and one load by one variant, each phase measured on all ranks."""

@@ -107,7 +107,7 @@ def release_pinned() -> None:
     """Give back the pinned memory that torch keeps for later; nothing where it cannot."""
     names = ("_host_emptyCache", "_accelerator_emptyHostCache")
     empty = next((getattr(torch._C, name) for name in names if hasattr(torch._C, name)), None)
-    if empty is not None and torch.cuda.is_available():
+    if empty is not None and torch.backends.cuda.is_built():
         empty()
 
 
