@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,10 +45,16 @@ NOTES = (
 
 
 def write_all(result: dict[str, Any], path: Path, images: Path | None) -> None:
-    """NAME.md beside NAME.json, and NAME_*.png in `images` or beside it; prints the table."""
+    """NAME.md beside NAME.json, and NAME_*.png in `images` or beside it; prints the tables.
+
+    Without matplotlib there are no plots; `--report` draws them elsewhere.
+    """
     text = markdown(result)
     path.with_suffix(".md").write_text(text)
     print(text)
+    if importlib.util.find_spec("matplotlib") is None:
+        print("No plots: matplotlib is not installed.")
+        return
     folder = images or path.parent
     folder.mkdir(parents=True, exist_ok=True)
     for entry in result.get("configurations", []):
