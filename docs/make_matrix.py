@@ -68,7 +68,11 @@ def page(results: list[dict[str, Any]]) -> str:
 
 def _row(case: Case) -> str:
     backend = case.backend
-    words = [backend.optimizer, *(["PAO"] if backend.pao and backend.optimizer != "torch" else [])]
+    words = [
+        backend.optimizer,
+        *(["Apex"] if backend.apex else []),
+        *(["PAO"] if backend.pao and backend.optimizer != "torch" else []),
+    ]
     if backend.optimizer == "hybrid":
         words.append(f"f={backend.offload_fraction:g}")
     return f"{' '.join(words)}, {case.sharding or 'no type given'}"

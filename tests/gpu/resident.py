@@ -39,6 +39,33 @@ def missing_devices(count: int) -> str:
     return "" if found >= count else f"needs {count} CUDA devices, {found} found"
 
 
+def missing_apex() -> str:
+    """Why NVIDIA Apex's FusedAdam cannot be used here, or nothing."""
+    from importlib.util import find_spec
+
+    from vime_optim.compat import nvidia_apex
+
+    if not nvidia_apex():
+        return "NVIDIA Apex is not installed (it is on no registry, and is built from its source)"
+    return "" if find_spec("amp_C") else "NVIDIA Apex was built without its CUDA extensions"
+
+
+def missing_fused_adam(backend: Any) -> str:
+    """Why the FusedAdam of a case's backend cannot be used here, or nothing.
+
+    Without Transformer Engine Megatron takes Apex's, which serves all but precision awareness.
+    """
+    from vime_optim.compat import transformer_engine_version
+
+    if REHEARSE or backend.optimizer == "torch" or backend.torch_only:
+        return ""
+    if backend.apex:
+        return missing_apex()
+    if transformer_engine_version() is None and backend.optimizer == "fused":
+        return "Transformer Engine is not installed" if backend.pao else missing_apex()
+    return ""
+
+
 class ResidentLauncher:
     """Two or more ranks of one megatron-core on `device` (cuda, or cpu for a rehearsal)."""
 
@@ -254,7 +281,7 @@ def keep_model_parallel_groups() -> None:
 
 
 def choose_adam(payload: dict[str, Any], phase: str, device: str) -> None:
-    """Without Transformer Engine Megatron uses torch's AdamW; make it so for the cases of that."""
+    """Which Adam Megatron uses follows from what is installed; make it that of the case."""
     if device == "cpu":
         return  # the simulation chooses by itself
     from vime_optim.simulate import megatron
@@ -264,13 +291,19 @@ def choose_adam(payload: dict[str, Any], phase: str, device: str) -> None:
         for place, names in _NAMES.items():
             _REAL[place] = {n: getattr(core[place], n) for n in names if hasattr(core[place], n)}
     side = "load_backend" if phase in ("resume", "reference") else "backend"
-    if payload["case"][side]["optimizer"] == "torch":
+    backend = payload["case"][side]
+    if backend["optimizer"] == "torch" or backend["torch_only"]:
         megatron._use_torch(core)
         _make_adam_run_as(core, payload.get("adam"))
         return
     for place, values in _REAL.items():
         for name, value in values.items():
             setattr(core[place], name, value)
+    if backend["apex"]:
+        from apex.optimizers import FusedAdam
+
+        # Also where Transformer Engine is there, which Megatron would take first.
+        megatron._set_adam(core, FusedAdam, "APEX")
 
 
 def _make_adam_run_as(core: dict[str, Any], implementation: str | None) -> None:

@@ -29,6 +29,36 @@ BACKENDS = (
     "torch",
 )
 
+#: The same with NVIDIA Apex's FusedAdam; a smaller part of the matrix.
+APEX = (
+    "fused,apex,nopao",
+    "fused,apex,nopao,capturable",
+    "hybrid,apex,pao,f=0.5",
+    "hybrid,apex,pao,f=0.25",
+    "hybrid,apex,nopao,f=0.5",
+    "hybrid,apex,nopao,f=0.25",
+)
+_WITH_APEX = (
+    "dp=2",
+    "dp=2,dp_reshardable",
+    "dp=2->3",
+    "dp=2->1",
+    "dp=1,tp=2->1",
+    "dp=2->1,fp32norm",
+    "dp=2,moe,ep=2",
+    "dp=2,moe,ep=2->1,groups=both",
+    "dp=2,moe,ep=2,train=dense,dp_reshardable",
+    "dp=3,bucket=40,groups=wd_mult",
+    "dp=2,groups=max_lr,regrouped",
+    "dp=2,steps=0",
+    "dp=2,steps=0,dp_reshardable",
+    "dp=2,async=forked",
+    "dp=2,async=persistent",
+    "dp=2,async=persistent,dp_reshardable",
+    "dp=2,load:torch",
+    "dp=2,load:fused,load:pao",
+)
+
 #: Layouts that keep the sizes, and those that change them (fully_reshardable alone can).
 SAME = ("dp=2", "dp=3", "dp=4", "dp=1,tp=2", "dp=1,pp=2")
 CHANGED = (
@@ -79,6 +109,11 @@ _ONCE = (
     "0.19.2,torch,dp=4->2,dp_reshardable,bucket=40",
     "0.15.3,fused,pao,dp=2,moe,ep=2,train=experts",
     "0.17.1,hybrid,nopao,f=0.5,dp=2,fp16,scale=22",
+    "0.15.3,hybrid,apex,pao,f=0.5,dp=2",
+    "0.16.1,fused,apex,nopao,dp=2,dp_reshardable",
+    "0.17.1,hybrid,apex,nopao,f=0.25,dp=2,dp_reshardable,moe,ep=2",
+    "0.18.2,fused,apex,nopao,dp=2,load:fused,load:pao",
+    "0.19.2,fused,apex,nopao,capturable,dp=2->3,groups=both",
 )
 
 #: Models, groups and moments of saving of the faults F20 to F25, for some backends each.
@@ -143,6 +178,7 @@ def _all_words() -> Iterator[str]:
         if saved != loaded and "16" not in saved + loaded:
             load_words = ",".join(f"load:{word}" for word in loaded.split(","))
             yield f"{release},{saved},dp=2,{load_words}"
+    yield from _apex_words()
     for release, fraction in product(RELEASES, ("1", "0.5")):
         if release >= "0.17":
             for layout in ("dp=2", "dp=3->2", "dp=1,tp=2->1"):
@@ -151,6 +187,17 @@ def _all_words() -> Iterator[str]:
             yield f"{release},hybrid,pao,f={fraction},dp=2,async={mode}"
         for pao in ("pao", "nopao"):
             yield f"{release},hybrid,{pao},f={fraction},dp=2,model-only"
+
+
+def _apex_words() -> Iterator[str]:
+    for release, backend in product(RELEASES, APEX):
+        if "capturable" in backend and release < "0.17":
+            continue
+        for words in _WITH_APEX:
+            yield f"{release},{backend},{words}"
+        for saved in ("torch", "fused,pao", "fused,nopao", "hybrid,pao,f=1"):
+            load_words = ",".join(f"load:{word}" for word in backend.split(","))
+            yield f"{release},{saved},dp=2,{load_words}"
 
 
 def _unique(cases: list[Case]) -> list[Case]:
