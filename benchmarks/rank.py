@@ -67,7 +67,11 @@ class Rank:
         for one in options["configurations"]:
             rounds = ["warm-up"] if options["warm_up"] == "full" else []
             rounds += [str(number) for number in range(one["rounds"])]
-            self.configuration(one, rounds, fits, keep=True)
+            if fits(0.0):
+                self.configuration(one, rounds, fits, keep=True)
+            else:
+                left = f"{one['size']}/{one['backend']}: not begun, no time left."
+                self.note("notes", [*self.result.get("notes", []), left])
 
     def note(self, name: str, value: Any) -> None:
         self.result[name] = value
