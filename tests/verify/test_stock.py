@@ -105,6 +105,13 @@ def test_f16_no_type_means_a_dead_one(run: Run) -> None:
     assert faults(_stock(run, "0.19.2", "hybrid,pao,f=1,default")) == ["F16"]
 
 
+def test_f29_steps_that_are_tensors_are_compared_as_objects(run: Run) -> None:
+    outcome = _stock(run, "0.19.2", "fused,apex,nopao,capturable")
+
+    assert (outcome.failed_in, outcome.error_type) == ("save", "AssertionError")
+    assert faults(outcome) == ["F29"]
+
+
 def test_f12_the_first_step_throws_loaded_weights_away(run: Run) -> None:
     outcome = _stock(run, "0.19.2", "hybrid,nopao,f=1,model-only")
 

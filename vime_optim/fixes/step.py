@@ -5,8 +5,8 @@ merged (F2); Adam resumes at step 1 (F3); FusedAdam's counter freezes under frac
 a fresh torch Adam has no step to save, and one tensor is shared by all parameters (F8); state is
 built twice more on load (F18); where a param group holds float32 and 16-bit parameters, states are
 saved under another parameter's name, or the save fails (F20); groups that differ in max_lr alone
-get one of both values (F24); capturable optimizers cannot be saved, as steps that are tensors are
-compared as objects.
+get one of both values (F24); capturable optimizers cannot be saved, as their steps are tensors
+that are compared as objects (F29).
 Cause: a counter is handled as if it were a state of the shape of its parameter.
 Changes: param state holds tensors of the parameter's size alone; state_dict() and load_state_dict()
 of the DistributedOptimizer see the inner optimizer's groups without its tensors; the step is read
@@ -194,7 +194,7 @@ def _target(name: str, wrap: Wrap, *needed: str) -> Target:
 FIXES = (
     Fix(
         id="step",
-        faults=("F1", "F2", "F3", "F4", "F8", "F18", "F20", "F21", "F24", "F25"),
+        faults=("F1", "F2", "F3", "F4", "F8", "F18", "F20", "F21", "F24", "F25", "F29"),
         summary="step is a counter: kept out of param state, restored from param groups",
         targets=(
             _target("state_dict", _wrap_state_dict),

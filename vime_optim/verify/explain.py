@@ -15,6 +15,7 @@ _ERRORS = (
     ("F9", "UnpicklingError", "Weights only load failed"),
     ("F16", "CheckpointingException", "flattened_range is not supported"),
     ("F22", "AssertionError", "empty bucket encountered"),
+    ("F29", "AssertionError", "steps: [tensor("),
 )
 
 _TEXTS = {
@@ -29,6 +30,7 @@ _TEXTS = {
     "F9": "optimizer classes are in common.pt, which torch refuses to load with weights_only",
     "F16": "the default sharding type is one that no release can save any more",
     "F22": "a bucket without parameters on one rank cannot be saved",
+    "F29": "the steps of capturable groups are tensors, and equal ones are not the same to a set",
     "shifted": "with several padded buckets fully_reshardable cuts parameters at padded offsets"
     " out of an unpadded tensor, so what it stores is shifted",
     "F12": "the optimizer keeps its own copies of the weights and never takes the loaded ones",

@@ -48,6 +48,9 @@ _WITH_APEX = (
     "dp=2,moe,ep=2",
     "dp=2,moe,ep=2->1,groups=both",
     "dp=2,moe,ep=2,train=dense,dp_reshardable",
+    "dp=2,pp=2,moe,ep=2,moe-on=last",
+    "dp=1,pp=2,moe,moe-on=last,train=experts",
+    "dp=2,fp16,scale=22",
     "dp=3,bucket=40,groups=wd_mult",
     "dp=2,groups=max_lr,regrouped",
     "dp=2,steps=0",
@@ -236,6 +239,7 @@ def _model_faults(case: Case, fully: bool) -> set[str]:
         "F23": case.trained == "experts" and case.layout.ep > 1,
         "F24": case.groups in ("max_lr", "min_lr", "both") and case.megatron[:4] in _MIXED_UP,
         "F25": case.num_steps == 0,
+        "F29": case.backend.capturable,
     }
     return {fault for fault, is_shown in shows.items() if is_shown}
 
