@@ -179,3 +179,19 @@ def test_groups_travel_without_tensors() -> None:
     with pytest.raises(CheckpointError, match="param groups"):
         load_groups(optimizer, saved[:1])
     assert clean_group({"x": int, "lr": 1}) == {"lr": 1}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_how_an_optimizer_computes_is_its_own_choice(fused: bool) -> None:
+    """CPU offload saves fused=True; torch's Adam on the device must not start to compute so."""
+    source, target = native(not fused), native(fused)
+    saved = copy.deepcopy(GroupsOnly(source).state_dict()["param_groups"])
+    for group in saved:
+        group.update(capturable=True, foreach=True, differentiable=True, lr=0.75)
+    del target.param_groups[1]["foreach"]
+    GroupsOnly(target).load_state_dict({"state": {}, "param_groups": saved})
+    for group in target.param_groups:
+        assert group["lr"] == 0.75
+        assert group["fused"] is fused
+        assert not any(group.get(key) for key in ("capturable", "foreach", "differentiable"))
+    assert "foreach" not in target.param_groups[1]

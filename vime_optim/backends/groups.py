@@ -33,6 +33,10 @@ _HYBRID_SETTINGS = frozenset(
 )
 """How a HybridDeviceOptimizer was built. It is this run's choice, never a checkpoint's."""
 
+_IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Which of its implementations torch's Adam runs. They round differently, and keep the step in
+other places. CPU offload saves fused=True, which torch's Adam on the device must not take over."""
+
 
 class GroupsOnly(wrapt.ObjectProxy):  # type: ignore[type-arg]
     """Passes for the inner optimizer (isinstance included), except in these two methods.
@@ -65,6 +69,8 @@ class GroupsOnly(wrapt.ObjectProxy):  # type: ignore[type-arg]
 def load_groups(inner: Any, saved_groups: list[dict[str, Any]]) -> None:
     """Take hyperparameters from saved groups, in order; parameters and tensors stay.
 
+    What only says how an optimizer computes is this run's choice.
+
     Raises:
         CheckpointError: another number of groups.
     """
@@ -78,7 +84,7 @@ def load_groups(inner: Any, saved_groups: list[dict[str, Any]]) -> None:
     seen: set[int] = set()
     for group, saved in zip(inner.param_groups, saved_groups, strict=True):
         for key, value in clean_group(saved).items():
-            if key not in ("params", "step"):
+            if key not in _IMPLEMENTATION and key not in ("params", "step"):
                 group[key] = _in_kind_of(group.get(key), value, seen)
     if is_hybrid(inner):
         inner._sync_hdo_param_groups_to_sub_optimizers()
