@@ -21,11 +21,12 @@ from vime_optim.backends.groups import GroupsOnly
 from vime_optim.backends.inert import _ensure
 from vime_optim.backends.kinds import is_apex, is_native, is_transformer_engine
 from vime_optim.backends.steps import read_step, steps_as_numbers, write_step
-from vime_optim.errors import SettingsError
+from vime_optim.errors import OptimizerStateError, SettingsError
 from vime_optim.simulate import apex_adam, device
 from vime_optim.simulate import fused_adam as te
 from vime_optim.simulate.apex_adam import FusedAdam
 from vime_optim.simulate.megatron import _hide_optimizers_modules, _show_apex_modules
+from vime_optim.soundness import _check_groups
 from vime_optim.verify.case import Case
 from vime_optim.verify.compare import compare, load_state
 
@@ -253,7 +254,10 @@ def test_a_shared_step_is_parted() -> None:
     for group in optimizer.param_groups:
         if group["params"]:
             group["step"] = shared
+    with pytest.raises(OptimizerStateError, match="share one tensor"):
+        _check_groups(optimizer)
     write_step(optimizer, 7)
+    _check_groups(optimizer)
     train(optimizer, 1)
     assert [int(g["step"]) for g in optimizer.param_groups if "step" in g] == [8, 8]
 

@@ -8,7 +8,14 @@ from typing import Any
 
 import torch
 
-from vime_optim.backends.kinds import STATE_MASTER, has_buffers, is_hybrid, owned_params, param_name
+from vime_optim.backends.kinds import (
+    STATE_MASTER,
+    has_buffers,
+    is_hybrid,
+    owned_params,
+    param_name,
+    sub_optimizers,
+)
 from vime_optim.backends.kinds import optimizer_param as inner_key
 from vime_optim.backends.steps import read_step
 from vime_optim.errors import OptimizerStateError
@@ -35,6 +42,8 @@ def check_optimizer(optimizer: Any) -> None:
         if not has_buffers(dist_opt):
             continue
         read_step(dist_opt.optimizer)
+        for part in sub_optimizers(dist_opt.optimizer):
+            _check_groups(part)
         owners: dict[tuple[torch.device, int], str] = {}
         for state in _states(dist_opt):
             _check_one(state)
@@ -52,6 +61,23 @@ def _distributed(optimizer: Any) -> list[Any]:
                 expected="a DistributedOptimizer or a ChainedOptimizer of them",
             )
     return [part for part in found if hasattr(part, "ddp_config")]
+
+
+def _check_groups(optimizer: Any) -> None:
+    owners: dict[tuple[torch.device, int], int] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for key in ("step", "lr"):
+            value = group.get(key)
+            if not isinstance(value, torch.Tensor) or not group["params"]:
+                continue
+            place = (value.device, value.untyped_storage().data_ptr())
+            if owners.setdefault(place, number) != number:
+                raise OptimizerStateError(
+                    "two param groups share one tensor",
+                    where=f"{key} of group {number} and of group {owners[place]}",
+                    expected="a tensor for each, as a step advances it in place",
+                    next_step="restore with vime_optim installed",
+                )
 
 
 def _states(dist_opt: Any) -> Iterator[_State]:
