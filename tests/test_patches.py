@@ -43,6 +43,9 @@ CASES = (
     "fused,nopao,dp=2,moe,ep=2,train=experts",
     "fused,nopao,dp=4,dp_reshardable,bucket=40",
     "torch,dp=1,pp=2,ep=1,moe,moe-on=first",
+    "fused,apex,nopao,dp=3->2,1bucket",
+    "hybrid,apex,pao,f=0.5,dp=2",
+    "hybrid,apex,nopao,f=0.25,dp=2,dp_reshardable",
 )
 IN_CI = {
     *((release, case) for release in ("0.15.3", "0.19.2") for case in CASES[:2]),
