@@ -1,7 +1,7 @@
 """What a benchmark needs of host memory, from the sizes alone, so that it is known beforehand.
 
 Bytes a parameter, of all ranks together, P parameters; checked against the peaks that were
-measured at 1.2B parameters on two H200 (benchmarks/results/h200_1.2b*.json):
+measured on two H200 (benchmarks/results/h200*.json):
 
     12      states on the host: float32 master and two moments (HybridDeviceOptimizer; else 0)
      4 up   its float32 gradients in pinned memory, where each tensor takes the next power of two

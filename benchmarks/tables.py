@@ -157,8 +157,9 @@ def figures(result: dict[str, Any], entry: dict[str, Any]) -> list[tuple[str, st
     throughput = "-"
     if stored and write and save_s:
         throughput = f"{stored / save_s / write:.0%} ({stored / save_s / 1e9:.2f} GB/s)"
-    read = phase_values(entry, OURS, "load", ("read",), "read_bytes")
-    wanted = own + entry["model_bytes"]
+    # Coded states are read while they are restored, and lie in the files as float32.
+    read = phase_values(entry, OURS, "load", LOAD_PHASES, "read_bytes", sum)
+    wanted = max(own, 12 * entry["parameters"] / result["ranks"]) + entry["model_bytes"]
     held = [
         max(h / o for h, o in zip(turn["held_bytes"], turn["own_bytes"], strict=True))
         for turn in turns_of(entry, OURS, "load")

@@ -68,19 +68,29 @@ def recorded(name: str) -> Iterator[dict[str, Any]]:
     yield from json.loads((RESULTS / f"{name}.json").read_text())["configurations"]
 
 
-@pytest.mark.parametrize("name", ["h200_1.2b", "h200_1.2b_te", "h200_0.2b_stock_writer"])
+@pytest.mark.parametrize("name", ["h200", "h200_2.6b", "h200_8b"])
 def test_parameters_are_those_that_were_measured(name: str) -> None:
     for entry in recorded(name):
         assert fit.parameters(entry["size"]) == entry["parameters"]
 
 
-@pytest.mark.parametrize("variant", [FULLY, DP, OURS])
-def test_predicted_memory_is_near_what_was_measured(variant: str) -> None:
-    (entry,) = recorded("h200_1.2b")
-    measured = host_peak_bytes(entry, variant)
-    assert measured is not None
-    predicted = fit.host_bytes(entry["size"], entry["backend"], variant, 2, "cuda")
-    assert 0.85 < predicted / measured < 1.15
+@pytest.mark.parametrize(
+    ("name", "size", "variants"),
+    [
+        ("h200", "1.2b", (FULLY, DP, OURS)),
+        ("h200_2.6b", "2.6b", (FULLY, DP, OURS)),
+        ("h200_8b", "8b", (OURS,)),
+    ],
+)
+def test_predicted_memory_is_near_what_was_measured(
+    name: str, size: str, variants: tuple[str, ...]
+) -> None:
+    (entry,) = (one for one in recorded(name) if (one["size"], one["backend"]) == (size, "hybrid"))
+    for variant in variants:
+        measured = host_peak_bytes(entry, variant)
+        assert measured is not None
+        predicted = fit.host_bytes(size, "hybrid", variant, 2, "cuda")
+        assert 0.85 < predicted / measured < 1.15
 
 
 @pytest.mark.parametrize(
