@@ -73,7 +73,7 @@ def assert_fault_is_real(fault, count, boxes, full):
 
 @pytest.mark.parametrize("few", [0, cover._FEW])
 @pytest.mark.parametrize("full", [True, False])
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(random_boxes())
 def test_faults_against_brute_force(full, few, case):
     shape, boxes = case
@@ -89,7 +89,7 @@ def test_faults_against_brute_force(full, few, case):
 
 @pytest.mark.parametrize("few", [0, cover._FEW])
 @pytest.mark.parametrize("full", [True, False])
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.data())
 def test_faults_of_arbitrary_boxes_against_brute_force(full, few, data):
     shape = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))

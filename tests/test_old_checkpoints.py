@@ -93,6 +93,7 @@ def test_classes_in_the_common_state_are_inert(
     assert outcome.sound
 
 
+@pytest.mark.matrix  # tests/verify/test_stock.py shows it sooner
 def test_stock_shifts_states_behind_a_padded_bucket(
     launchers: LauncherPool, tmp_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ from vime_optim.verify.case import Case
 from vime_optim.verify.compare import compare, load_state
 
 
-@pytest.mark.parametrize("release", ["0.15.3", "0.19.2"])
+@pytest.mark.parametrize("release", [pytest.param("0.15.3", marks=pytest.mark.matrix), "0.19.2"])
 def test_factories_are_probed_without_memory(release: str) -> None:
     answer = json.loads(
         run_script(

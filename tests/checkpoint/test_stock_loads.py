@@ -45,9 +45,13 @@ def place(folder: Path) -> Path:
 
 
 HYBRID = "hybrid,pao,f=1,stock"
+MATRIX = pytest.mark.matrix
 
 
-@pytest.mark.parametrize("release", ["0.16.1", "0.18.2", "0.19.2"])
+@pytest.mark.parametrize(
+    "release",
+    ["0.16.1", pytest.param("0.18.2", marks=MATRIX), pytest.param("0.19.2", marks=MATRIX)],
+)
 def test_stock_loads_a_repaired_f2_checkpoint(
     release: str, launchers: LauncherPool, stock: Unpack, tmp_path: Path
 ) -> None:
@@ -82,7 +86,11 @@ def test_stock_loads_a_repaired_f9_checkpoint(
         ("f3_0.16.1", f"0.19.2,{HYBRID},fully_reshardable,1bucket,dp=3"),
         ("tp2_dp_0.16.1", "0.16.1,fused,nopao,fully_reshardable,1bucket,dp=2,tp=2->1,stock"),
         ("full_0.19.2", "0.15.3,fused,nopao,fully_reshardable,1bucket,dp=2,stock"),
-        ("dp_0.15.3", "0.19.2,fused,nopao,fully_reshardable,1bucket,dp=2,tp=1->2,stock"),
+        pytest.param(
+            "dp_0.15.3",
+            "0.19.2,fused,nopao,fully_reshardable,1bucket,dp=2,tp=1->2,stock",
+            marks=MATRIX,
+        ),
         ("moe_dp_0.19.2", "0.19.2,fused,nopao,moe,fully_reshardable,1bucket,dp=2,ep=2,stock"),
     ],
 )

@@ -82,6 +82,7 @@ def test_a_sync_save_stages_nothing(exact_0_16_1: Any, exact_0_19_2: Any) -> Non
         assert sum(sync["pieces"]) > 1 << 20
 
 
+@pytest.mark.matrix
 def test_stock_saves_are_torn(tmp_path: Path) -> None:
     """What the cases above guard against: without the fixes the same case holds later values.
 
