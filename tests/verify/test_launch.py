@@ -111,7 +111,6 @@ def test_every_launch_starts_from_the_untouched_template(
     assert (first, second) == ([False], [False])
 
 
-@pytest.mark.matrix  # the verify command in tests/test_cli.py runs it too
 def test_process_launcher_runs_one_process_a_rank(megatron_tree: Any, tmp_path: Path) -> None:
     with ProcessLauncher(megatron_tree(RELEASE), "cpu") as launcher:
         results = launcher.run(
