@@ -74,12 +74,13 @@ $(CACHE)/%/.fetched: | .venv/.setup
 	$(PYTHON) -m venv .venv
 	touch $@
 
+# Of torch's files most are never imported: to compile them all would take half of the set-up.
 .venv/.setup: pyproject.toml .venv/.python
-	.venv/bin/pip install --quiet --disable-pip-version-check $(TORCH) -e '.[test,ray]'
+	.venv/bin/pip install --quiet --no-compile --disable-pip-version-check $(TORCH) -e '.[test,ray]'
 	touch $@
 
 .venv/.lint .venv/.docs .venv/.bench: .venv/.%: .venv/.setup
-	.venv/bin/pip install --quiet --disable-pip-version-check -e '.[$*]'
+	.venv/bin/pip install --quiet --no-compile --disable-pip-version-check -e '.[$*]'
 	touch $@
 
 clean:
