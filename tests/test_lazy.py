@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from tests.conftest import LauncherPool
 from vime_optim.backends.slots import RemainderSlot, ScaledSlot, Slot
 from vime_optim.reshard.lazy import LazyValue
+from vime_optim.simulate import device as simulated
 from vime_optim.simulate.float8 import Float8Quantizer
 from vime_optim.verify.case import Case
 from vime_optim.writer import fastfile
@@ -74,8 +76,34 @@ def test_it_is_a_tensor_for_everybody(make: Any) -> None:
     kept = value.detach()
     assert isinstance(kept, LazyValue)
     assert same_bits(kept.decode(), expected)
-    with pytest.raises(RuntimeError, match="decoded when read"):
-        value.zero_()
+    for write in (
+        value.zero_,
+        lambda: torch.add(expected, 1, out=value),
+        lambda: torch._foreach_add_([value], 1.0),
+    ):
+        with pytest.raises(RuntimeError, match="decoded when read"):
+            write()
+
+
+def test_a_queue_sends_it_as_a_tensor() -> None:
+    """torch refuses to send a device's storage by itself, which is what pickle makes of it."""
+    slot = scaled()
+    sent = bytes(ForkingPickler.dumps(LazyValue(slot, 0, (NUMEL,))))
+    assert b"torch._utils" not in sent
+    assert same_bits(pickle.loads(sent), slot.read())
+
+
+def test_it_stays_on_its_device() -> None:
+    """Also where nothing says that the slot's tensor stands for device memory."""
+    simulated.enable()
+    try:
+        param = torch.nn.Parameter(torch.zeros(NUMEL, device="cuda"))
+        coded = torch.randn(NUMEL).half().to("cuda")
+        value = LazyValue(ScaledSlot("exp_avg", FakeFused(param, coded), param), 0, (NUMEL,))
+        with torch._C.DisableTorchFunction():
+            assert value.device.type == value.detach().device.type == "cuda"
+    finally:
+        simulated.disable()
 
 
 def test_it_follows_its_state() -> None:

@@ -217,3 +217,22 @@ def test_a_window_waits_for_the_digest_of_its_piece(
     _, record = fastfile.write_file(tmp_path / "x", "x", [torch.rand(100).to("cuda")])
     monkeypatch.undo()
     assert fastfile.digest_file(tmp_path / "x").chunk_digests == record.chunk_digests
+
+
+def test_small_tensors_share_a_window(
+    device: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The digest is waited for when the window is full, not for each tensor."""
+    monkeypatch.setattr(fastfile, "HostWindow", lambda: HostWindow(256))
+    waits = []
+    settle = fastfile.DigestingFile.settle
+    monkeypatch.setattr(
+        fastfile.DigestingFile, "settle", lambda file: (waits.append(1), settle(file))[1]
+    )
+    host = [torch.rand(3) for _ in range(100)] + [torch.rand(50)]
+    extents, record = fastfile.write_file(tmp_path / "x", "x", [t.to("cuda") for t in host])
+
+    assert len(waits) == -(-sum(tensor.nbytes for tensor in host) // 256)  # with the file's end
+    assert fastfile.digest_file(tmp_path / "x").chunk_digests == record.chunk_digests
+    for tensor, extent in zip(host, extents, strict=True):
+        assert same_bits(read(tmp_path / "x", extent), tensor)

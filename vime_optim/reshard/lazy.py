@@ -10,10 +10,12 @@ operation decodes it for as long as the operation takes.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.multiprocessing.reductions import reduce_tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from vime_optim.backends.slots import Slot
 
@@ -33,9 +35,11 @@ class LazyValue(torch.Tensor):
     start: int
 
     @staticmethod
-    def __new__(cls, slot: Slot, start: int, shape: tuple[int, ...]) -> LazyValue:
+    def __new__(
+        cls, slot: Slot, start: int, shape: tuple[int, ...], device: torch.device | None = None
+    ) -> LazyValue:
         value: LazyValue = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=torch.float32, device=slot.device
+            cls, shape, dtype=torch.float32, device=device or slot.device
         )
         value.slot = slot
         value.start = start
@@ -69,14 +73,14 @@ class LazyValue(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func in _SAME_VALUE:
-            return LazyValue(args[0].slot, args[0].start, tuple(args[0].shape))
+            same = args[0]
+            return LazyValue(same.slot, same.start, tuple(same.shape), same.device)
         if func is torch.ops.aten.is_pinned.default:  # asked of every tensor by DCP's planner
             return False
-        for value, argument in zip(args, func._schema.arguments, strict=False):
-            alias = argument.alias_info
-            if isinstance(value, LazyValue) and alias is not None and alias.is_write:
-                raise RuntimeError(f"{func} would write into a value that is decoded when read")
-        args, kwargs = tree_map_only(LazyValue, LazyValue.decode, (args, kwargs or {}))
+        kwargs = kwargs or {}
+        if any(isinstance(leaf, LazyValue) for leaf in tree_leaves(_written(func, args, kwargs))):
+            raise RuntimeError(f"{func} would write into a value that is decoded when read")
+        args, kwargs = tree_map_only(LazyValue, LazyValue.decode, (args, kwargs))
         return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -87,3 +91,21 @@ class LazyValue(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LazyValue({tuple(self.shape)}, device={self.device})"
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """What an operator writes into: arguments, lists of them (`_foreach_...`), `out=`."""
+    found = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append(args[position] if position < len(args) else kwargs.get(argument.name))
+    return found
+
+
+def _sent(value: LazyValue) -> Any:
+    """How another process gets it through a queue: torch sends no storage of a device by itself,
+    as `__reduce_ex__` would have it, only tensors."""
+    return reduce_tensor(value.decode())  # type: ignore[no-untyped-call]
+
+
+ForkingPickler.register(LazyValue, _sent)

@@ -276,14 +276,9 @@ class _TensorRecipe:
         for size in reversed(self.shape):
             strides.append(step)
             step *= max(size, 1)
-        arguments: tuple[Any, ...] = (
-            self.token,
-            0,
-            self.shape,
-            tuple(reversed(strides)),
-            False,
-            OrderedDict(),
-        )
+        strides.reverse()
+        hooks: OrderedDict[str, Any] = OrderedDict()
+        arguments = (self.token, 0, self.shape, tuple(strides), False, hooks)
         return torch._utils._rebuild_tensor_v2, arguments
 
 

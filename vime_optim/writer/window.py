@@ -18,28 +18,38 @@ WINDOW_BYTES = 8 << 20
 class HostWindow:
     """A reused host buffer of one writer thread.
 
+    Pieces lie one after the other in it, so that many small tensors cost one wait, not one each.
+
     Args:
         size_bytes: the most that one piece may have.
     """
 
     def __init__(self, size_bytes: int = WINDOW_BYTES) -> None:
         self._size_bytes = size_bytes
+        self._used_bytes = 0
         self._buffer: torch.Tensor | None = None
 
     def pieces(self, source: torch.Tensor, settle: Callable[[], None]) -> Iterator[memoryview]:
-        """The bytes of `source` in order, each piece valid until the next one is asked for.
+        """The bytes of `source` in order, each piece valid until `settle` is called.
 
         Args:
             source: uint8, 1-D, contiguous, on a device. Work on it that is still queued on a
                 stream other than this thread's must have been waited for.
-            settle: returns when nobody reads the piece that was handed out any more.
+            settle: returns when nobody reads the pieces that were handed out any more. Called
+                when the window is full, perhaps in the middle of a later tensor.
         """
-        for start in range(0, source.numel(), self._size_bytes):
-            piece = source[start : start + self._size_bytes]
-            room = self._room()[: piece.numel()]
+        done = 0
+        while done < source.numel():
+            if self._used_bytes == self._size_bytes:
+                settle()
+                self._used_bytes = 0
+            piece = source[done : done + self._size_bytes - self._used_bytes]
+            end = self._used_bytes + piece.numel()
+            room = self._room()[self._used_bytes : end]
             room.copy_(piece)  # returns when the bytes are there
+            self._used_bytes = end
+            done += piece.numel()
             yield memoryview(room.numpy())  # type: ignore[arg-type]
-            settle()
 
     def _room(self) -> torch.Tensor:
         if self._buffer is None:
