@@ -59,7 +59,7 @@ types: .venv/.lint
 docs: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
 
-bench: .venv/.bench
+bench: .venv/.setup
 	$(PY) -m benchmarks $(ARGS)
 
 setup: .venv/.setup
@@ -76,10 +76,10 @@ $(CACHE)/%/.fetched: | .venv/.setup
 
 # Of torch's files most are never imported: to compile them all would take half of the set-up.
 .venv/.setup: pyproject.toml .venv/.python
-	.venv/bin/pip install --quiet --no-compile --disable-pip-version-check $(TORCH) -e '.[test,ray]'
+	.venv/bin/pip install --quiet --no-compile --disable-pip-version-check $(TORCH) -e '.[test,ray,bench]'
 	touch $@
 
-.venv/.lint .venv/.docs .venv/.bench: .venv/.%: .venv/.setup
+.venv/.lint .venv/.docs: .venv/.%: .venv/.setup
 	.venv/bin/pip install --quiet --no-compile --disable-pip-version-check -e '.[$*]'
 	touch $@
 
