@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import errno
+import functools
 import io
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from vime_optim.writer import fastfile
+from vime_optim.writer import fastfile, task
+from vime_optim.writer.channel import ResultChannel
 from vime_optim.writer.window import HostWindow
 
 DTYPES = [
@@ -236,3 +240,17 @@ def test_small_tensors_share_a_window(
     assert fastfile.digest_file(tmp_path / "x").chunk_digests == record.chunk_digests
     for tensor, extent in zip(host, extents, strict=True):
         assert same_bits(read(tmp_path / "x", extent), tensor)
+
+
+def test_a_request_that_is_executed_again_writes_everything_again(tmp_path: Path) -> None:
+    """Not an empty checkpoint: what is written in the training process is not a staged copy."""
+    index = SimpleNamespace(index=MetadataIndex("weight"))
+    path = tmp_path / "x.distcp"
+    buckets = [(str(path), path.name, ([], [(index, torch.rand(5))]))]
+    stage = functools.partial(list, buckets)
+    for _ in range(2):
+        channel = ResultChannel()
+        with task.written_here():
+            task.run(os.getpid(), 0, task.preload(os.getpid(), stage), channel)
+        assert [len(results) for results in channel.get().values()] == [1]
+        path.unlink()

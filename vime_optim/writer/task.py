@@ -125,8 +125,11 @@ def _run(rank: int, write_buckets: Any, channel: ResultChannel) -> None:
         result: Any = _write_all(write_buckets, channel)
     except Exception as error:
         result = _as_error(rank, error)
-    # In a child forked after CUDA started, freeing pinned copies is a CUDA call, which aborts it.
-    if isinstance(write_buckets, list) and not torch.cuda._is_in_bad_fork():
+    # Staged copies are let go of. What was not staged is the request's own, which may be executed
+    # again after a failure. In a child forked after CUDA started, freeing pinned copies is a CUDA
+    # call, which aborts it.
+    staged = isinstance(write_buckets, list) and not _written_here
+    if staged and not torch.cuda._is_in_bad_fork():
         for bucket in write_buckets:
             bucket[2][1].clear()
     try:
