@@ -8,6 +8,7 @@ import io
 import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -254,3 +255,14 @@ def test_a_request_that_is_executed_again_writes_everything_again(tmp_path: Path
             task.run(os.getpid(), 0, task.preload(os.getpid(), stage), channel)
         assert [len(results) for results in channel.get().values()] == [1]
         path.unlink()
+
+
+def test_another_threads_save_is_staged(tmp_path: Path) -> None:
+    """An async save may be scheduled by one thread while another one writes itself."""
+    buckets: list[Any] = [("path", "name", ([], []))]
+    stage = functools.partial(list, buckets)
+    with task.written_here(), ThreadPoolExecutor(1) as pool:
+        assert task.preload(os.getpid(), stage) is buckets
+        other = pool.submit(task.preload, os.getpid(), stage).result()
+    assert other == buckets
+    assert other is not buckets

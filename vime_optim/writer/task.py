@@ -49,18 +49,21 @@ class PreloadFailed:
         self.reason = reason
 
 
-_written_here = False
+class _Thread(threading.local):
+    writes_itself = False
+
+
+_thread = _Thread()
 
 
 @contextlib.contextmanager
 def written_here() -> Iterator[None]:
-    """Within it, the training process itself writes a save, and waits for it."""
-    global _written_here
-    before, _written_here = _written_here, True
+    """Within it, this thread of the training process writes a save itself, and waits for it."""
+    before, _thread.writes_itself = _thread.writes_itself, True
     try:
         yield
     finally:
-        _written_here = before
+        _thread.writes_itself = before
 
 
 def preload(trainer_pid: int, stage: Callable[[], list[WriteBucket]]) -> Any:
@@ -73,7 +76,7 @@ def preload(trainer_pid: int, stage: Callable[[], list[WriteBucket]]) -> Any:
     """
     if os.getpid() != trainer_pid:
         _exit_with_parent(trainer_pid)
-    elif _written_here and (buckets := _buckets_of(stage)) is not None:
+    elif _thread.writes_itself and (buckets := _buckets_of(stage)) is not None:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()  # the writers' threads copy on streams of their own
         return buckets
@@ -128,7 +131,7 @@ def _run(rank: int, write_buckets: Any, channel: ResultChannel) -> None:
     # Staged copies are let go of. What was not staged is the request's own, which may be executed
     # again after a failure. In a child forked after CUDA started, freeing pinned copies is a CUDA
     # call, which aborts it.
-    staged = isinstance(write_buckets, list) and not _written_here
+    staged = isinstance(write_buckets, list) and not _thread.writes_itself
     if staged and not torch.cuda._is_in_bad_fork():
         for bucket in write_buckets:
             bucket[2][1].clear()
