@@ -62,6 +62,16 @@ _WITH_APEX = (
     "dp=2,load:fused,load:pao",
 )
 
+#: Optimizers whose state is on the device, coded in some: an async writer gets copies of it.
+_ON_DEVICE = (
+    "fused,pao",
+    "fused,pao,norem",
+    "fused,pao,m=fp16,v=fp16",
+    "fused,pao,m=fp8,v=fp8",
+    "fused,nopao",
+    "torch",
+)
+
 #: Layouts that keep the sizes, and those that change them (fully_reshardable alone can).
 SAME = ("dp=2", "dp=3", "dp=4", "dp=1,tp=2", "dp=1,pp=2")
 CHANGED = (
@@ -112,6 +122,8 @@ _ONCE = (
     "0.19.2,torch,dp=4->2,dp_reshardable,bucket=40",
     "0.15.3,fused,pao,dp=2,moe,ep=2,train=experts",
     "0.17.1,hybrid,nopao,f=0.5,dp=2,fp16,scale=22",
+    "0.15.3,fused,pao,m=fp16,v=fp16,dp=2,async=forked",
+    "0.19.2,fused,pao,dp=2,async=persistent",
     "0.15.3,hybrid,apex,pao,f=0.5,dp=2",
     "0.16.1,fused,apex,nopao,dp=2,dp_reshardable",
     "0.17.1,hybrid,apex,nopao,f=0.25,dp=2,dp_reshardable,moe,ep=2",
@@ -182,6 +194,9 @@ def _all_words() -> Iterator[str]:
             load_words = ",".join(f"load:{word}" for word in loaded.split(","))
             yield f"{release},{saved},dp=2,{load_words}"
     yield from _apex_words()
+    for release, backend, mode in product(RELEASES, _ON_DEVICE, ("forked", "persistent")):
+        yield f"{release},{backend},dp=2,async={mode}"
+        yield f"{release},{backend},dp=2,async={mode},dp_reshardable"
     for release, fraction in product(RELEASES, ("1", "0.5")):
         if release >= "0.17":
             for layout in ("dp=2", "dp=3->2", "dp=1,tp=2->1"):
