@@ -49,7 +49,7 @@ class Slot:
 
     def read(self) -> torch.Tensor:
         """The value as float32; may share the storage."""
-        return self.tensor.detach().float()
+        return self.read_range(0, self.numel)
 
     @property
     def is_read_whole(self) -> bool:
@@ -165,9 +165,6 @@ class RemainderSlot(Slot):
 
     def direct(self) -> torch.Tensor | None:
         return None
-
-    def read(self) -> torch.Tensor:
-        return master_of(self.param, self.tensor)
 
     def read_range(self, start: int, end: int) -> torch.Tensor:
         return master_of(self.param[start:end], self.tensor[start:end])

@@ -175,6 +175,7 @@ def full() -> list[Case]:
 
 def _all_words() -> Iterator[str]:
     yield "0.18.2,hybrid,pao,f=0.5,dp=4->2,tied"
+    yield "0.16.1,hybrid,nopao,f=1,dp=3,fp32norm"
     for release, backend in product(RELEASES, BACKENDS):
         for layout in SAME:
             yield f"{release},{backend},{layout}"

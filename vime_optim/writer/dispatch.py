@@ -55,12 +55,12 @@ def schedule_persistent(original: Schedule, caller: Any, request: Any) -> None:
     if request.async_fn is None:
         original(caller, request)
         return
+    request = _decoded(request)  # may find no memory: before anything counts this save
     watch.prepare_persistent(caller)
     poll = functools.partial(watch.poll_persistent, caller)
     save = InFlightSave(request.call_idx, channel_of(request), poll)
     save.process = watch.process_of(caller)
     watch.saves_of(caller).append(save)
-    request = _decoded(request)
     try:
         request, by_reference = _stage(request, host_tensors_of(request), save)
         _share(by_reference)
