@@ -102,12 +102,6 @@ def stock_group_map(dist_opt: Any) -> dict[torch.Tensor, tuple[int, int]]:
     return stock
 
 
-def has_mixed_groups(dist_opt: Any) -> bool:
-    """True when a param group holds both float32 and 16-bit parameters of this rank."""
-    pairs = zip(dist_opt.model_fp32_groups, dist_opt.model_float16_groups, strict=True)
-    return any(fp32_params and float16_params for fp32_params, float16_params in pairs)
-
-
 def owned_params(dist_opt: Any) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
     """(model parameter, its range map) for every parameter that this rank holds a shard of."""
     for ranges_by_dtype in dist_opt.gbuf_ranges:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from vime_optim.errors import CheckpointError
 INDEX_NAME = "state.safetensors.index.json"
 INDEX_LIMIT_BYTES = 256 * 1024 * 1024
 _HEADER_LIMIT_BYTES = 100_000_000
-_IO_BYTES = 4 * 1024 * 1024
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -208,9 +207,3 @@ def load_safetensors(
         name: read_range(tensor, 0, tensor.numel).reshape(tensor.shape)
         for name, tensor in chosen.items()
     }
-
-
-def iterate_ranges(numel: int, block_elem: int) -> Iterator[tuple[int, int]]:
-    """Half-open ranges of at most `block_elem` elements."""
-    for start in range(0, numel, block_elem):
-        yield start, min(numel, start + block_elem)

@@ -120,12 +120,6 @@ def before_update(tensors: Iterable[torch.Tensor] | None) -> None:
             _wait(save)
 
 
-def wait_for_all() -> None:
-    """Wait for every save in flight, whatever it holds."""
-    for save in tuple(_active):
-        wait_for(save)
-
-
 def wait_for(save: InFlightSave) -> None:
     """Wait for one save, whatever it holds."""
     if not save.poll():
