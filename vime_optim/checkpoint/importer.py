@@ -89,8 +89,10 @@ def import_checkpoint(
     report = ImportReport(str(folder), str(out), str(metadata.get("format", "fully_reshardable")))
     report.tensors, report.objects = len(tensors), len(objects)
     report.bytes = sum(tensor.size_bytes for tensor in tensors.values())
-    # torch.save of a piece and its bytes object both hold the piece: three of them at once.
-    chunk_bytes = max(4096, min(_CHUNK_BYTES, memory_bytes // 16))
+    # torch.save of a piece and its bytes object both hold the piece: three of them at once, and the
+    # memory of written ones comes back late. Of 32 MiB, up to 31 were used with twice the size, and
+    # more on a busy machine; 15 to 22 with this one.
+    chunk_bytes = max(4096, min(_CHUNK_BYTES, memory_bytes // 32))
     with (
         progress("importing", report.bytes, show_progress) as advance,
         new_directory(out) as partial,
