@@ -307,12 +307,15 @@ def _exact_case(
     stage_bytes: int = 1 << 30,
     sharding: str = "dp_reshardable",
     shared: bool = False,
+    start_method: str | None = None,
 ) -> dict[str, Any]:
     """Save, step while the writer is stopped, compare; several times, storages moved between."""
     trainer = Trainer(
         numel, persistent=persistent, strategy=strategy, install=install, sharding=sharding
     )
     before = _use(mode, stage_bytes) if install else {}
+    if start_method is not None:
+        _start_worker_early(trainer, start_method)
     trainer.step()
     torn: list[list[str]] = []
     steps_s = []
@@ -337,6 +340,12 @@ def _exact_case(
         )
         outcome["manifest"] = (directory / "vime_optim_manifest.json").is_file()
     return outcome
+
+
+def _start_worker_early(trainer: Trainer, method: str) -> None:
+    """As Megatron-LM's initialize does since 0.17, in place of a worker of an earlier case."""
+    trainer.close()
+    type(trainer.queue).warmup_persistent_caller(rank(), mp_mode=method)
 
 
 def _use(mode: str, stage_bytes: int) -> dict[str, int]:

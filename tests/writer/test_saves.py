@@ -31,8 +31,10 @@ def exact_0_16_1(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str
 @pytest.fixture(scope="module")
 def exact_0_19_2(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
     root = tmp_path_factory.mktemp("exact")
-    cases = {"root": str(root), "cases": [{"mode": "guard"}, {"mode": "stage"}, {"mode": "sync"}]}
-    return results(launch(tree_of("0.19.2"), "exact", world=3, arguments=cases))
+    early = [{"start_method": method} for method in ("forkserver", "fork")]
+    cases = [{"mode": "guard"}, {"mode": "stage"}, *early, {"mode": "sync"}]
+    arguments = {"root": str(root), "cases": cases}
+    return results(launch(tree_of("0.19.2"), "exact", world=3, arguments=arguments))
 
 
 def test_saves_of_0_16_1_are_exact(exact_0_16_1: Any) -> None:
@@ -70,6 +72,8 @@ def test_staged_and_forked_saves_do_not_hold_up_the_step(exact_0_16_1: Any) -> N
 def test_a_worker_keeps_no_memory_after_the_save(exact_0_16_1: Any, exact_0_19_2: Any) -> None:
     for ranks in (*exact_0_16_1, *exact_0_19_2):
         for outcome in ranks:
+            if outcome["case"].get("start_method") == "fork":
+                continue  # it has what was mapped when it was forked
             assert outcome.get("held_bytes") in ([0, 0], None), outcome["case"]
 
 

@@ -11,10 +11,12 @@ import contextlib
 import gc
 import io
 import os
+import select
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -75,7 +77,7 @@ def preload(trainer_pid: int, stage: Callable[[], list[WriteBucket]]) -> Any:
         The buckets, or PreloadFailed.
     """
     if os.getpid() != trainer_pid:
-        _exit_with_parent(trainer_pid)
+        _exit_with_trainer(trainer_pid)
     elif _thread.writes_itself and (buckets := _buckets_of(stage)) is not None:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()  # the writers' threads copy on streams of their own
@@ -111,7 +113,7 @@ def run(trainer_pid: int, rank: int, write_buckets: Any, channel: ResultChannel)
     Past `trainer_pid` it takes the arguments of Megatron's write function, whose place it takes.
     """
     if os.getpid() != trainer_pid:
-        _exit_with_parent(trainer_pid)
+        _exit_with_trainer(trainer_pid)
         # A forked child must not touch the parent's OpenMP threads, which do not exist in it.
         torch.set_num_threads(1)
     collecting = gc.isenabled()
@@ -259,23 +261,50 @@ def _hint(error: BaseException) -> str | None:
     return None
 
 
-_watching_parent = False
+_watching_trainer = False
 
 
-def _exit_with_parent(trainer_pid: int) -> None:
+def _exit_with_trainer(trainer_pid: int) -> None:
     """End this worker when its trainer is gone.
 
     An orphan would go on writing into a directory that the restarted job may be saving to, and a
-    persistent one would wait for the next request, with its memory, for ever.
+    persistent one would wait for the next request, with its memory, for ever. The trainer itself
+    is watched: the parent of a worker may be a fork server, which is another process.
     """
-    global _watching_parent
-    if _watching_parent:
+    global _watching_trainer
+    if _watching_trainer:
         return
-    _watching_parent = True
+    _watching_trainer = True
 
     def watch() -> None:
-        while os.getppid() == trainer_pid:
-            time.sleep(_ORPHAN_POLL_S)
+        _wait_for_end_of(trainer_pid)
+        message = f"vime_optim: trainer {trainer_pid} is gone, so its checkpoint writer ends\n"
+        with contextlib.suppress(OSError):
+            os.write(2, message.encode())
         os._exit(1)
 
-    threading.Thread(target=watch, daemon=True, name="vime_optim parent watch").start()
+    threading.Thread(target=watch, daemon=True, name="vime_optim trainer watch").start()
+
+
+def _wait_for_end_of(pid: int) -> None:
+    """Return when a process, which need not be a parent or a child, has ended."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    except OSError:  # an old kernel, or a sandbox without this call
+        while _is_running(pid):
+            time.sleep(_ORPHAN_POLL_S)
+        return
+    poll = select.poll()
+    poll.register(handle, select.POLLIN)  # readable when the process has ended
+    while not poll.poll():
+        pass
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return False
+    return fields[0] not in ("Z", "X")  # a zombie has ended
