@@ -1,4 +1,6 @@
-"""Makes docs/faults/*.md, docs/settings.md and docs/cli.md. Run: python -m docs.generate
+"""Makes docs/faults/*.md, settings.md, cli.md, patches.md and the faults of mkdocs.yml's nav.
+
+Run: python -m docs.generate
 
 tests/test_docs.py fails when what is committed differs from what this makes.
 """
@@ -18,6 +20,15 @@ from vime_optim import cli
 from vime_optim.settings import Settings
 
 DOCS = Path(__file__).parent
+MKDOCS = DOCS.parent / "mkdocs.yml"
+
+#: What a reader sees first, in the order of the sidebar. A fault names one by `group`.
+GROUPS = {
+    "save": "A save fails",
+    "load": "A load fails",
+    "wrong": "Nothing fails, the run is another",
+    "memory": "Memory and hangs",
+}
 
 
 def faults() -> list[dict[str, Any]]:
@@ -28,7 +39,9 @@ def faults() -> list[dict[str, Any]]:
 def fault_page(fault: dict[str, Any]) -> str:
     fixes = ", ".join(f"`{fix}`" for fix in fault["fixes"])
     lines = [
-        f"# {fault['id']}: {fault['title']}",
+        f"# {fault['title']}",
+        "",
+        f"{fault['id']} · {GROUPS[fault['group']]}",
         "",
         "```text",
         fault["error"],
@@ -60,19 +73,37 @@ def fault_page(fault: dict[str, Any]) -> str:
 
 
 def fault_index() -> str:
-    rows = [
-        f"| [{f['id']}]({f['id'].lower()}.md) | {f['title']} | `{_first_line(f['error'])}` |"
-        for f in faults()
-    ]
-    head = [
+    lines = [
         "# Faults",
         "",
         "What a user sees, and the page that explains it. Search for the text of your error.",
         "",
-        "| id | fault | error |",
-        "|---|---|---|",
     ]
-    return "\n".join([*head, *rows, ""])
+    for group, title in GROUPS.items():
+        lines += [f"## {title}", "", "| fault | error | id |", "|---|---|---|"]
+        lines += [
+            f"| [{f['title']}]({f['id'].lower()}.md) | `{_first_line(f['error'])}` | {f['id']} |"
+            for f in faults()
+            if f["group"] == group
+        ]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def navigation(text: str) -> str:
+    """mkdocs.yml with the faults by what they do between its two marks."""
+    begin, end = "  # faults: made by docs.generate\n", "  # faults: end\n"
+    head, rest = text.split(begin)
+    tail = rest.split(end)[1]
+    lines = ["  - Faults:", "      - By what you see: faults/index.md"]
+    for group, title in GROUPS.items():
+        lines.append(f"      - {title}:")
+        lines += [
+            f'          - "{f["short"]}": faults/{f["id"].lower()}.md'
+            for f in faults()
+            if f["group"] == group
+        ]
+    return head + begin + "\n".join(lines) + "\n" + end + tail
 
 
 def _first_line(text: str) -> str:
@@ -143,3 +174,4 @@ if __name__ == "__main__":
     for name, text in pages().items():
         (DOCS / name).parent.mkdir(exist_ok=True)
         (DOCS / name).write_text(text)
+    MKDOCS.write_text(navigation(MKDOCS.read_text()))

@@ -96,6 +96,11 @@ def test_generated_page_is_current(name: str) -> None:
     assert (ROOT / "docs" / name).read_text() == made, "run: python -m docs.generate"
 
 
+def test_faults_of_the_sidebar_are_current() -> None:
+    made = (ROOT / "mkdocs.yml").read_text()
+    assert generate.navigation(made) == made, "run: python -m docs.generate"
+
+
 def _nav(entry: Any) -> Iterator[str]:
     if isinstance(entry, str):
         yield entry
