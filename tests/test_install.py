@@ -150,6 +150,69 @@ def test_conflicts_leave_nothing_half_applied(tmp_path: Path) -> None:
     assert untouched
 
 
+SKYRL = "skyrl.backends.skyrl_train.distributed.megatron.megatron_strategy"
+
+
+@pytest.mark.parametrize("first", ["install", "framework"])
+def test_a_known_workaround_gives_way_and_is_given_back(tmp_path: Path, first: str) -> None:
+    """As SkyRL does it at import; the same override by anybody else is shown, and no undo."""
+    path = tmp_path.joinpath(*SKYRL.split(".")).with_suffix(".py")
+    path.parent.mkdir(parents=True)
+    path.write_text(
+        "from megatron.core.optimizer.cpu_offloading import hybrid_optimizer\n"
+        "def _patched_update_fp32_params_by_new_state(self):\n"
+        "    raise AssertionError('the workaround ran')\n"
+        "hybrid_optimizer.HybridDeviceOptimizer._update_fp32_params_by_new_state = (\n"
+        "    _patched_update_fp32_params_by_new_state)\n"
+    )
+    answer = json.loads(
+        run_script(
+            fetch("0.16.1"),
+            f"""
+            import importlib
+            sys.path.insert(0, {str(tmp_path)!r})
+            load_megatron()
+            from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import (
+                HybridDeviceOptimizer as Hybrid)
+            name = "_update_fp32_params_by_new_state"
+            steps = [vime_optim.install, lambda: importlib.import_module({SKYRL!r})]
+            for step in steps if {first == "install"} else reversed(steps):
+                step()
+            theirs = getattr(sys.modules[{SKYRL!r}], "_patched" + name)
+            ours = vars(Hybrid)[name]
+            applied = ours is not theirs and ours.__vime_optim__ == "hybrid-restore"
+            quiet = [row.target for row in vime_optim.status().rows if row.laid_over]
+            vime_optim.install()
+            vime_optim.uninstall()
+            given_back = vars(Hybrid)[name] is theirs
+            vime_optim.install()
+
+            def somebody_elses(self):
+                pass
+
+            setattr(Hybrid, name, somebody_elses)
+            report = vime_optim.status()
+            shown = [[row.target, row.laid_over] for row in report.rows if row.laid_over]
+            try:
+                vime_optim.uninstall()
+                refused = ""
+            except ConflictError as error:
+                refused = str(error)
+            print(json.dumps([applied, quiet, given_back, shown, refused, str(report)]))
+            """,
+        )
+    )
+    applied, quiet, given_back, shown, refused, text = answer
+    assert applied
+    assert quiet == []
+    assert given_back
+    [[target, what]] = shown
+    assert target.endswith("HybridDeviceOptimizer._update_fp32_params_by_new_state")
+    assert "somebody_elses" in what
+    assert "somebody_elses" in refused
+    assert "patched over by __main__.somebody_elses" in text
+
+
 def test_selection_strictness_and_bad_ids() -> None:
     answer = json.loads(
         run_script(

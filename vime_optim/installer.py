@@ -61,6 +61,7 @@ def status() -> Report:
 
     installation = _installation or Installation(FIXES, (), strict=False)
     megatron = compat.find_megatron()
+    laid_over = installation.laid_over()
     rows = tuple(
         Row(
             fix=state.fix.id,
@@ -70,6 +71,7 @@ def status() -> Report:
             applied=bool(state.patches),
             hits=installation.hits[state.fix.id],
             reason=state.diagnosis.reason if state.diagnosis.verdict is not Verdict.PENDING else "",
+            laid_over=next((laid_over[p.path] for p in state.patches if p.path in laid_over), ""),
         )
         for state in installation.states
     )

@@ -20,6 +20,8 @@ import wrapt
 
 from vime_optim.errors import ConflictError, InstallError, NotUnderstoodError
 from vime_optim.probe import describe_foreign_layer, missing_parameters
+from vime_optim.workarounds import MODULES as WORKAROUND_MODULES
+from vime_optim.workarounds import known_as
 
 Hit = Callable[[], None]
 Wrap = Callable[[Callable[..., Any], Hit], Callable[..., Any]]
@@ -111,8 +113,15 @@ class Patch:
         else:
             delattr(self.owner, self.attribute)
 
+    @property
+    def path(self) -> str:
+        return f"{_owner_name(self.owner)}.{self.attribute}"
+
+    def current(self) -> Any:
+        return self.owner.__dict__.get(self.attribute)
+
     def is_intact(self) -> bool:
-        return self.owner.__dict__.get(self.attribute) is self.replacement
+        return self.current() is self.replacement
 
 
 @dataclass
@@ -158,6 +167,8 @@ class Installation:
         # One hook a module, so that the targets of one module are applied together.
         for module in sorted({s.target.module for s in waiting if s not in loaded}):
             wrapt.register_post_import_hook(functools.partial(self._on_import, module), module)
+        for module in WORKAROUND_MODULES:
+            wrapt.register_post_import_hook(self._after_workarounds, module)
 
     def _on_import(self, name: str, module: ModuleType) -> None:
         if not self.active:
@@ -192,6 +203,29 @@ class Installation:
         for item in resolved:
             item.state.diagnosis = item.diagnosis
 
+    def _after_workarounds(self, module: ModuleType) -> None:
+        """A framework has just put known workarounds over our patches: ours go on top again."""
+        if not self.active:
+            return
+        for stack in self._stacks().values():
+            bottom, top = stack[0], stack[-1]
+            current = top.current()
+            if not top.is_intact() and known_as(_function_of(current), bottom.path):
+                bottom.original, bottom.was_own = current, True
+                setattr(top.owner, top.attribute, top.replacement)
+
+    def _stacks(self) -> dict[tuple[int, str], list[Patch]]:
+        """The patches of each attribute, the innermost first."""
+        stacks: dict[tuple[int, str], list[Patch]] = {}
+        for patch in (patch for state in self.states for patch in state.patches):
+            stacks.setdefault((id(patch.owner), patch.attribute), []).append(patch)
+        return stacks
+
+    def laid_over(self) -> dict[str, str]:
+        """Path of each attribute that somebody patched after us, and by what."""
+        tops = (stack[-1] for stack in self._stacks().values())
+        return {patch.path: _describe(patch.current()) for patch in tops if not patch.is_intact()}
+
     def _hit_of(self, fix: Fix) -> Hit:
         def hit() -> None:
             self.hits[fix.id] += 1
@@ -205,18 +239,14 @@ class Installation:
             ConflictError: somebody patched over one of ours; nothing was restored.
         """
         patches = [patch for state in self.states for patch in state.patches]
-        topmost: dict[tuple[int, str], Patch] = {}
-        for patch in patches:
-            topmost[(id(patch.owner), patch.attribute)] = patch
-        for patch in topmost.values():
-            if not patch.is_intact():
-                raise ConflictError(
-                    "somebody patched over a method that vime_optim patched",
-                    where=f"{_owner_name(patch.owner)}.{patch.attribute}",
-                    got=repr(patch.owner.__dict__.get(patch.attribute)),
-                    next_step="undo that patch first, then call uninstall() again;"
-                    " nothing was restored",
-                )
+        for path, what in self.laid_over().items():
+            raise ConflictError(
+                "somebody patched over a method that vime_optim patched",
+                where=path,
+                got=what,
+                next_step="undo that patch first, then call uninstall() again;"
+                " nothing was restored",
+            )
         self.active = False
         for patch in reversed(patches):
             patch.undo()
@@ -304,7 +334,7 @@ def _raise_not_understood(resolved: Sequence[_Resolved]) -> None:
 
 def _check_conflict(item: _Resolved) -> None:
     current = _function_of(item.raw)
-    if getattr(current, "__vime_optim__", False):
+    if getattr(current, "__vime_optim__", False) or known_as(current, str(item.state.target)):
         return
     foreign = describe_foreign_layer(current, sys.modules[item.state.target.module])
     if foreign is not None:
@@ -361,6 +391,14 @@ def _restore_later_aliases(patches: Sequence[Patch]) -> None:
                 held = original_of[id(held)]
             if held is not found:
                 setattr(module, attribute, held)
+
+
+def _describe(value: Any) -> str:
+    """A replacement of one of ours, for a report; a wrapper may still call ours."""
+    function = _function_of(value)
+    name = f"{getattr(function, '__module__', None)}.{getattr(function, '__qualname__', None)}"
+    code = getattr(function, "__code__", None)
+    return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else repr(value)
 
 
 def _owner_name(owner: Any) -> str:

@@ -20,6 +20,8 @@ class Row:
     hits: int
     """How often the fix was reached, summed over all targets of the fix."""
     reason: str = ""
+    laid_over: str = ""
+    """What somebody put over our patch after install(), which may undo the fix; '' for nothing."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,11 @@ class Report:
                 + (f" ({row.reason})" if row.reason else "")
                 for row in rows
                 if not row.applied and row.verdict not in _PLAIN
+            ]
+            notes += [
+                f"{row.target.removeprefix('megatron.')}: patched over by {row.laid_over}"
+                for row in rows
+                if row.laid_over
             ]
         out = io.StringIO()
         console = Console(file=out, width=80, highlight=False, color_system=None)
