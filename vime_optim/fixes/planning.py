@@ -1,0 +1,174 @@
+"""Plans of thousands of chunks are checked and made in seconds, not hours.
+
+Symptom: saves of large MoE models stand still for minutes to hours while rank 0 validates the
+plan (F30); loads try every chunk against every other; frameworks switch the check off altogether.
+Cause: torch compares chunks pair by pair (up to 2.9), or sweeps along one axis that every chunk of
+a stacked key spans, which is pair by pair again.
+Changes: torch's check of a global plan is answered in n log n, with the same verdicts, and messages
+that name ranks; it runs also where a framework replaced torch's by one that says yes. Read items
+are found by planes, in the order of older torch. Checks of shards' metadata likewise.
+Leaves alone: plans of few chunks, and whatever is not understood: torch's own code judges it.
+Remove when: torch's checks are near linear for keys whose chunks all span the longest axis.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from types import ModuleType
+from typing import Any
+
+from vime_optim.errors import PlanError
+from vime_optim.probe import describe_foreign_layer, missing_parameters, source_of
+from vime_optim.registry import (
+    NEEDED,
+    Diagnosis,
+    Fix,
+    Hit,
+    Target,
+    fixed_upstream,
+    not_understood,
+    takes,
+)
+
+logger = logging.getLogger("vime_optim")
+_checked = threading.local()
+
+_FEW_SHARDS = 64
+
+
+def _wrap_validate(original: Any, hit: Hit) -> Any:
+    returns_errors = _returns_errors(original)
+
+    def _validate_global_plan(global_plan: Any, metadata: Any) -> Any:
+        from vime_optim.planning import cover
+
+        hit()
+        verdict = cover.check(global_plan, metadata.state_dict_metadata)
+        for fault in verdict.faults:
+            logger.warning(fault)
+        _checked.metadata = metadata
+        if not verdict.unproved:
+            return list(verdict.faults) if returns_errors else not verdict.faults
+        rest = {key: metadata.state_dict_metadata[key] for key in verdict.unproved}
+        answer = original(global_plan, dataclasses.replace(metadata, state_dict_metadata=rest))
+        return verdict.faults + answer if returns_errors else answer and not verdict.faults
+
+    return _validate_global_plan
+
+
+def _returns_errors(function: Any) -> bool:
+    """Whether torch's check returns a list of messages (from 2.13 on), not whether all is well."""
+    return "return errors" in source_of(function)
+
+
+def _diagnose_validate(module: ModuleType, original: Any) -> Diagnosis:
+    foreign = None
+    if not getattr(original, "__vime_optim__", False):
+        foreign = describe_foreign_layer(original, module)
+    if foreign is not None:
+        return fixed_upstream(f"replaced by {foreign}; ours runs when the global plan is made")
+    reason = missing_parameters(original, "global_plan", "metadata")
+    if reason:
+        return not_understood(reason)
+    source = source_of(original)
+    if "return errors" not in source and "return all_good" not in source:
+        return not_understood("returns neither `errors` nor `all_good`")
+    return NEEDED
+
+
+def _wrap_global_plan(original: Any, hit: Hit) -> Any:
+    def create_global_plan(self: Any, all_plans: Any) -> Any:
+        from vime_optim.planning import cover
+
+        _checked.metadata = None
+        plans, metadata = original(self, all_plans)
+        if _checked.metadata is None:
+            # Somebody switched torch's check off, for its time: ours takes none worth the name.
+            hit()
+            faults = cover.check(plans, metadata.state_dict_metadata).faults
+            if faults:
+                raise PlanError(
+                    "the plan of this save is wrong",
+                    where=faults[0],
+                    got="; ".join(faults[1:4]) or None,
+                    expected="chunks that fill each tensor, every element once",
+                    next_step="Nothing was written. Do all ranks run the same model and layout?",
+                )
+        _checked.metadata = None
+        return plans, metadata
+
+    return create_global_plan
+
+
+def _wrap_read_items(original: Any, hit: Hit) -> Any:
+    def create_read_items_for_chunk_list(
+        fqn: str, checkpoint_md: Any, local_chunks: list[Any]
+    ) -> list[Any]:
+        from vime_optim.planning import reads
+
+        hit()
+        return reads.create_read_items(original, fqn, checkpoint_md, local_chunks)
+
+    return create_read_items_for_chunk_list
+
+
+def _wrap_shards(original: Any, hit: Hit) -> Any:
+    def validate_non_overlapping_shards_metadata(shards: list[Any]) -> None:
+        from vime_optim.planning import boxes
+
+        if len(shards) > _FEW_SHARDS and boxes.are_disjoint(
+            [shard.shard_offsets for shard in shards], [shard.shard_sizes for shard in shards]
+        ):
+            hit()
+            return
+        original(shards)
+
+    return validate_non_overlapping_shards_metadata
+
+
+def _diagnose_shards(module: ModuleType, original: Any) -> Diagnosis:
+    foreign = None
+    if not getattr(original, "__vime_optim__", False):
+        foreign = describe_foreign_layer(original, module)
+    if foreign is not None:
+        return fixed_upstream(f"replaced by {foreign}")
+    reason = missing_parameters(original, "shards")
+    return not_understood(reason) if reason else NEEDED
+
+
+_PLANNER = "torch.distributed.checkpoint.default_planner"
+_HELPERS = "torch.distributed.checkpoint.planner_helpers"
+_SHARDS = "torch.distributed._shard.sharding_spec._internals"
+_STRATEGY = "megatron.core.dist_checkpointing.strategies.torch"
+
+FIXES = (
+    Fix(
+        id="planning",
+        faults=("F30",),
+        summary="plans of many chunks are checked and made in n log n",
+        targets=(
+            Target(_PLANNER, "_validate_global_plan", _wrap_validate, diagnose=_diagnose_validate),
+            Target(
+                _HELPERS,
+                "create_read_items_for_chunk_list",
+                _wrap_read_items,
+                takes("fqn", "checkpoint_md", "local_chunks"),
+            ),
+            Target(
+                _SHARDS,
+                "validate_non_overlapping_shards_metadata",
+                _wrap_shards,
+                _diagnose_shards,
+                optional=True,
+            ),
+            Target(
+                _STRATEGY,
+                "MCoreSavePlanner.create_global_plan",
+                _wrap_global_plan,
+                takes("all_plans"),
+            ),
+        ),
+    ),
+)
