@@ -6,7 +6,6 @@ import dataclasses
 import fcntl
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tests.writer import faults
 from tests.writer.readback import same_bits, snapshot
 from tests.writer.scenarios import TRACKER, Trainer, check, rank, torch_optimizers
 
@@ -66,18 +66,12 @@ def _finished(root: Path) -> list[str]:
 
 
 def block_writer_of_rank_1(root: Path, trainer: Trainer) -> Path:
-    """Turn a file of rank 1's next save into a pipe that nobody reads: its writer stays in open().
-
-    Returns:
-        The pipe.
-    """
-    pipe = root / f"iter_{trainer.iteration:07d}" / "__1_0.distcp"
+    """The writer of rank 1's next save stays in open() until the file that is returned is gone."""
+    directory = root / f"iter_{trainer.iteration:07d}"
     if rank() == 0:
-        pipe.parent.mkdir(parents=True, exist_ok=True)
-        pipe.unlink(missing_ok=True)
-        os.mkfifo(pipe)
+        faults.block(directory, "__1_0.distcp")
     torch.distributed.barrier()
-    return pipe
+    return directory / ".fault___1_0.distcp"
 
 
 def _then_a_good_save(trainer: Trainer, root: Path) -> list[str]:
@@ -121,7 +115,7 @@ def killed_before_close(root: Path, persistent: bool) -> dict[str, Any]:
 
 
 def full_disk(root: Path, persistent: bool) -> dict[str, Any]:
-    """ENOSPC for one file of rank 1: its name leads to /dev/full."""
+    """ENOSPC for one file of rank 1."""
     return _with_device_full(root, persistent, "__1_0.distcp", is_async=True)
 
 
@@ -145,7 +139,10 @@ def _with_device_full(root: Path, persistent: bool, name: str, is_async: bool) -
     directory = root / f"iter_{trainer.iteration:07d}"
     if rank() == 0:
         directory.mkdir(parents=True)
-        (directory / name).symlink_to("/dev/full")
+        if name.endswith(".distcp"):
+            faults.fill(directory, name)
+        else:
+            (directory / name).symlink_to("/dev/full")
     torch.distributed.barrier()
 
     def save() -> None:
@@ -245,12 +242,12 @@ def unguarded_update(root: Path, persistent: bool) -> dict[str, Any]:
     """Code that knows nothing of the guard changes a tensor that is being written."""
     trainer = Trainer(persistent=persistent)
     trainer.step()
-    pipe = block_writer_of_rank_1(root, trainer)
+    mark = block_writer_of_rank_1(root, trainer)
     trainer.save(root)
     if rank() == 1:
         [state, *_] = torch_optimizers(trainer.optimizer)[0].state.values()
         state["exp_avg"].add_(1)
-        threading.Thread(target=pipe.read_bytes, daemon=True).start()
+        mark.unlink()
     raised = caught(trainer.finalize)
     finished = _finished(root)
     return {"raised": raised, "finished": finished}

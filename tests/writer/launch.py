@@ -1,8 +1,8 @@
 """Starts ranks that run scenarios of tests/writer/scenarios.py on the simulated device.
 
 The launched process imports torch and megatron-core once and forks the ranks. Workers that a rank
-spawns import this file as their main module, which switches the simulation on in them too. With
-VIME_OPTIM_TEST_DEVICE=cuda the ranks use real devices.
+spawns import this file as their main module, which switches the simulation and injected faults on
+in them too. With VIME_OPTIM_TEST_DEVICE=cuda the ranks use real devices.
 """
 
 from __future__ import annotations
@@ -31,6 +31,11 @@ if os.environ.get("VIME_OPTIM_TEST_RANKS") and not ON_CUDA:
 
     device.enable()
     provide_triton()
+
+if os.environ.get("VIME_OPTIM_TEST_RANKS"):
+    from tests.writer import faults
+
+    faults.enable()
 
 
 def tree_of(version: str) -> Path:

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from vime_optim.writer import fastfile, task
+from vime_optim.writer import archive, fastfile, task
 from vime_optim.writer.channel import ResultChannel
 from vime_optim.writer.window import HostWindow
 
@@ -103,6 +103,46 @@ def test_special_tensors_go_through_torch(tmp_path: Path) -> None:
     assert torch.equal(read(tmp_path / "x", extents[1]), conjugate)
 
 
+def test_a_file_is_always_a_new_one(tmp_path: Path) -> None:
+    """Hard links, readers and a writer that outlived its job keep the old file."""
+    path, copy = tmp_path / "x", tmp_path / "copy"
+    [extent], _ = fastfile.write_file(path, "x", [torch.arange(5.0)])
+    os.link(path, copy)
+    with open(path, "r+b") as zombie:
+        [later], record = fastfile.write_file(path, "x", [torch.arange(5.0) + 1])
+        zombie.write(b"of another job")
+    assert fastfile.digest_file(path).chunk_digests == record.chunk_digests
+    assert same_bits(read(path, later), torch.arange(5.0) + 1)
+    fastfile.write_file(copy, "x", [torch.arange(5.0) + 2])  # and the other way round
+    assert fastfile.digest_file(path).chunk_digests == record.chunk_digests
+    assert same_bits(read(copy, extent), torch.arange(5.0) + 2)
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.write_bytes(b"kept")
+    (tmp_path / "x").symlink_to(outside)
+    fastfile.write_file(tmp_path / "x", "x", [torch.arange(5.0)])
+    assert outside.read_bytes() == b"kept"
+    assert not (tmp_path / "x").is_symlink()
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_file_that_is_gone_when_it_ends_raises(tmp_path: Path, replaced: bool) -> None:
+    path = tmp_path / "x"
+
+    def interfere() -> None:
+        path.unlink()
+        if replaced:
+            path.write_bytes(b"another's")
+
+    with fastfile.DigestingFile(path) as file:
+        file.write(b"data")
+        interfere()
+        with pytest.raises(OSError, match="removed or replaced"):
+            file.finish("x")
+
+
 def test_bytes_are_written_as_they_are(tmp_path: Path) -> None:
     blob = io.BytesIO(b"some bytes")
     extents, _ = fastfile.write_file(tmp_path / "x", "x", [torch.rand(3), blob])
@@ -112,7 +152,7 @@ def test_bytes_are_written_as_they_are(tmp_path: Path) -> None:
 
 def test_large_archives_use_zip64(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # Everything past 1000 bytes counts as past 4 GiB: the same code without 4 GiB of memory.
-    monkeypatch.setattr(fastfile, "_ZIP64_LIMIT", 1000)
+    monkeypatch.setattr(archive, "_ZIP64_LIMIT", 1000)
     tensor = torch.rand(50, 50)
     [extent], _ = fastfile.write_file(tmp_path / "x", "x", [tensor])
     raw = (tmp_path / "x").read_bytes()

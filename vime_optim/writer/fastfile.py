@@ -13,13 +13,11 @@ The CRC-32 of the data entry is left zero: torch's reader is built without CRC c
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import io
 import os
-import pickle
 import secrets
-import struct
-import zlib
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,14 +28,12 @@ import torch
 import xxhash
 
 from vime_optim.reshard.lazy import LazyValue
+from vime_optim.writer.archive import ALIGNMENT_BYTES, archive_frame, storage_type
 from vime_optim.writer.window import WINDOW_BYTES, HostWindow
 
 CHUNK_BYTES = 8 << 20
 """A digest covers this many bytes of a file (the last one of a file: fewer)."""
 
-_ALIGNMENT_BYTES = 64  # what torch aligns storages to
-_ZIP64_LIMIT = 0xFFFFFFFF
-_SEE_ZIP64 = 0xFFFFFFFF  # in a 32-bit field: the value is in the zip64 record
 _TRAILER_MAGIC = b"vime_optim file "
 STAMP_BYTES = 16
 TRAILER_BYTES = len(_TRAILER_MAGIC) + STAMP_BYTES
@@ -70,11 +66,16 @@ class DigestingFile:
     not wait for it (both calls let go of the interpreter's lock). What is handed to `write` must
     not change before `settle` or `finish` returns.
 
-    Raises what the operating system raises: OSError with ENOSPC, EIO, EROFS and so on.
+    It is always a new file: one that has the name already is unlinked, never truncated, so that
+    hard links to it, its readers and a writer that outlived its job keep what they had.
+
+    Raises what the operating system raises: OSError with ENOSPC, EIO, EROFS and so on, and ESTALE
+    where the file is no longer the one of its name when it ends.
     """
 
     def __init__(self, path: str | os.PathLike[str], progress: Callable[[], None] | None = None):
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        self._path = path
+        self._fd = create_new(path)
         self._parts: list[memoryview] = []  # written and not yet handed to the digester
         self._jobs: list[Future[None]] = []
         self._hash = xxhash.xxh3_64()  # of the chunk that is not full yet
@@ -121,7 +122,7 @@ class DigestingFile:
 
     def align(self) -> None:
         """Pad with zeros to the next 64-byte boundary."""
-        rest = -self.position % _ALIGNMENT_BYTES
+        rest = -self.position % ALIGNMENT_BYTES
         if rest:
             self.write(bytes(rest))
 
@@ -132,9 +133,19 @@ class DigestingFile:
         if self.position % CHUNK_BYTES:
             self._digest(ends_chunk=True)
         os.fsync(self._fd)
+        self._require_own_name()
         self.settle()
         self.close()
         return FileRecord(name, self.position, stamp.hex(), bytes(self._digests))
+
+    def _require_own_name(self) -> None:
+        try:
+            if os.path.samestat(os.lstat(self._path), os.fstat(self._fd)):
+                return
+        except FileNotFoundError:
+            pass
+        what = "the file was removed or replaced while it was written"
+        raise OSError(errno.ESTALE, what, os.fspath(self._path))
 
     def close(self) -> None:
         self._digester.shutdown(cancel_futures=True)
@@ -147,6 +158,18 @@ class DigestingFile:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def create_new(path: str | os.PathLike[str]) -> int:
+    """A descriptor of a file that did not exist before, open for writing.
+
+    Raises:
+        OSError: from the file system.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    return os.open(path, flags, 0o666)
 
 
 def _write_all(fd: int, view: memoryview) -> None:
@@ -188,7 +211,7 @@ def write_file(
     """Write one `.distcp` file: byte objects as they are, tensors as `torch.save` would.
 
     Args:
-        path: where; an existing file is replaced.
+        path: where; an existing file of that name is unlinked first.
         name: the file's name in the checkpoint directory.
         items: in file order. Tensors: any shape, dtype and device; views are written as they are,
             without the storage behind them, and device tensors a piece at a time.
@@ -219,11 +242,11 @@ def _write_tensor(file: DigestingFile, tensor: torch.Tensor, window: HostWindow)
     """Write what `torch.save(tensor.contiguous())` stands for, as if it were a host tensor."""
     if tensor.device.type == "meta":
         raise ValueError(f"a tensor of the meta device has nothing to write: {tuple(tensor.shape)}")
-    storage_type = _storage_type(tensor)
-    if storage_type is None:
+    kind = storage_type(tensor)
+    if kind is None:
         file.write(_saved_by_torch(tensor))
         return
-    head, tail = _archive_frame(tensor, storage_type)
+    head, tail = archive_frame(tensor, kind)
     file.write(head)
     if isinstance(tensor, LazyValue):
         for block in tensor.blocks(WINDOW_BYTES // tensor.element_size()):
@@ -242,157 +265,7 @@ def _write_bytes(file: DigestingFile, tensor: torch.Tensor, window: HostWindow) 
         file.write(piece)
 
 
-def _storage_type(tensor: torch.Tensor) -> Any:
-    """torch's legacy storage class of a plain strided tensor, None for anything special."""
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, LazyValue)
-    if not plain or tensor.layout is not torch.strided or tensor.is_quantized:
-        return None
-    if tensor.is_conj() or tensor.is_neg():
-        return None
-    name = torch.storage._dtype_to_storage_type_map().get(tensor.dtype)
-    return getattr(torch, name, None) if name is not None else None
-
-
 def _saved_by_torch(tensor: torch.Tensor) -> memoryview:
     buffer = io.BytesIO()
     torch.save(tensor.detach().to("cpu", copy=True), buffer)
     return buffer.getbuffer()
-
-
-class _StorageToken:
-    """Stands for the tensor's storage while its pickle is made."""
-
-
-class _TensorRecipe:
-    """Pickles to the call by which torch rebuilds a contiguous tensor at offset 0."""
-
-    def __init__(self, shape: tuple[int, ...], token: _StorageToken) -> None:
-        self.shape = shape
-        self.token = token
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        strides = []
-        step = 1
-        for size in reversed(self.shape):
-            strides.append(step)
-            step *= max(size, 1)
-        strides.reverse()
-        hooks: OrderedDict[str, Any] = OrderedDict()
-        arguments = (self.token, 0, self.shape, tuple(strides), False, hooks)
-        return torch._utils._rebuild_tensor_v2, arguments
-
-
-class _TensorPickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, storage_type: Any, numel: int) -> None:
-        super().__init__(file, protocol=2)  # the protocol torch.load's safe unpickler reads
-        self._reference = ("storage", storage_type, "0", "cpu", numel)
-
-    def persistent_id(self, obj: Any) -> Any:
-        return self._reference if isinstance(obj, _StorageToken) else None
-
-
-def _archive_frame(tensor: torch.Tensor, storage_type: Any) -> tuple[bytes, bytes]:
-    """The archive's bytes before and after the tensor's data."""
-    nbytes = tensor.numel() * tensor.element_size()
-    recipe = io.BytesIO()
-    shape = tuple(int(size) for size in tensor.shape)
-    _TensorPickler(recipe, storage_type, tensor.numel()).dump(_TensorRecipe(shape, _StorageToken()))
-    head = bytearray()
-    directory = bytearray()
-    for name, content in (
-        ("archive/data.pkl", recipe.getvalue()),
-        ("archive/byteorder", b"little"),
-        ("archive/version", b"3\n"),
-    ):
-        crc = zlib.crc32(content)
-        directory += _directory_entry(name, crc, len(content), len(head))
-        head += _local_header(name, crc, len(content), padding_bytes=0) + content
-    name = "archive/data/0"
-    directory += _directory_entry(name, 0, nbytes, len(head))
-    bare = len(head) + len(_local_header(name, 0, nbytes, padding_bytes=0))
-    # A padding field takes at least its own four-byte header.
-    padding = (-(bare + 4) % _ALIGNMENT_BYTES) + 4
-    head += _local_header(name, 0, nbytes, padding)
-    return bytes(head), bytes(directory) + _end_records(4, len(directory), len(head) + nbytes)
-
-
-def _local_header(name: str, crc: int, nbytes: int, padding_bytes: int) -> bytes:
-    extra = b""
-    size = nbytes
-    if nbytes >= _ZIP64_LIMIT:
-        extra = struct.pack("<HHQQ", 1, 16, nbytes, nbytes)
-        size = _SEE_ZIP64
-    if padding_bytes:
-        body = padding_bytes - 4
-        extra += struct.pack("<HH", 0x4246, body) + b"Z" * body  # 'FB', as torch pads
-    needed = 45 if nbytes >= _ZIP64_LIMIT else 20
-    fixed = struct.pack(
-        "<4sHHHHHIIIHH",
-        b"PK\x03\x04",
-        needed,
-        0x800,
-        0,
-        0,
-        0,
-        crc,
-        size,
-        size,
-        len(name),
-        len(extra),
-    )
-    return fixed + name.encode() + extra
-
-
-def _directory_entry(name: str, crc: int, nbytes: int, header_offset: int) -> bytes:
-    extra = b""
-    size = nbytes
-    if nbytes >= _ZIP64_LIMIT:
-        extra = struct.pack("<HHQQ", 1, 16, nbytes, nbytes)
-        size = _SEE_ZIP64
-    needed = 45 if nbytes >= _ZIP64_LIMIT else 20
-    fixed = struct.pack(
-        "<4sHHHHHHIIIHHHHHII",
-        b"PK\x01\x02",
-        needed,
-        needed,
-        0x800,
-        0,
-        0,
-        0,
-        crc,
-        size,
-        size,
-        len(name),
-        len(extra),
-        0,
-        0,
-        0,
-        0,
-        header_offset,
-    )
-    return fixed + name.encode() + extra
-
-
-def _end_records(entries: int, directory_bytes: int, directory_offset: int) -> bytes:
-    end = b""
-    offset = directory_offset
-    if directory_offset >= _ZIP64_LIMIT:
-        end_offset = directory_offset + directory_bytes
-        end += struct.pack(
-            "<4sQHHIIQQQQ",
-            b"PK\x06\x06",
-            44,
-            45,
-            45,
-            0,
-            0,
-            entries,
-            entries,
-            directory_bytes,
-            directory_offset,
-        )
-        end += struct.pack("<4sIQI", b"PK\x06\x07", 0, end_offset, 1)
-        offset = _SEE_ZIP64
-    return end + struct.pack(
-        "<4sHHHHIIH", b"PK\x05\x06", 0, 0, entries, entries, directory_bytes, offset, 0
-    )
