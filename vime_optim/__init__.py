@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vime_optim.report import Report
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["__version__", "check_optimizer", "install", "status", "uninstall"]
 
 
@@ -23,6 +23,7 @@ def install(
     only: str | tuple[str, ...] | None = None,
     strict: bool | None = None,
     sharding: str | None = None,
+    verbose: bool | None = None,
     **settings: Any,
 ) -> Report:
     """Put the fixes in force in this process. Calling it again changes nothing.
@@ -35,6 +36,8 @@ def install(
         only: fix or fault ids to apply; all others stay off (also VIME_OPTIM_ONLY).
         strict: raise when a target is not understood (also VIME_OPTIM_STRICT).
         sharding: 'enforce' | 'error' | 'off' (also VIME_OPTIM_SHARDING).
+        verbose: rank 0 says on stderr what was done (also VIME_OPTIM_VERBOSE). Without it one INFO
+            line goes to the logger "vime_optim".
         **settings: any other field of `vime_optim.settings.Settings`.
 
     Returns:
@@ -48,7 +51,9 @@ def install(
     """
     from vime_optim import installer
 
-    return installer.install(skip=skip, only=only, strict=strict, sharding=sharding, **settings)
+    return installer.install(
+        skip=skip, only=only, strict=strict, sharding=sharding, verbose=verbose, **settings
+    )
 
 
 def uninstall() -> None:

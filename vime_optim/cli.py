@@ -91,21 +91,30 @@ def _run_status(args: argparse.Namespace) -> int:
     import warnings
 
     import vime_optim
+    from vime_optim.compat import find_megatron
     from vime_optim.installer import import_targets
 
     if args.megatron is not None:
         from vime_optim.megatron_source import resolve
 
         sys.path.insert(0, str(resolve(args.megatron)))
-    vime_optim.install()
+    found = find_megatron() is not None
+    if found:
+        vime_optim.install()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron's, about what is not installed
-        failed = import_targets()
+        failed = import_targets() if found else {}
     report = vime_optim.status()
     print(json.dumps(report.to_dict(), indent=2, default=str) if args.json else report)
     for module, error in failed.items():
         print(f"{module} cannot be imported: {error}", file=sys.stderr)
-    return 0
+    if not found:
+        print(
+            "vime-optim status: megatron-core is not found. Put it on sys.path (a wheel, or"
+            " PYTHONPATH to a checkout), or look at another one with --megatron.",
+            file=sys.stderr,
+        )
+    return 0 if found and not failed else 1
 
 
 def _doctor(parser: argparse.ArgumentParser) -> Run:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from typing import Any
 
 import vime_optim
-from vime_optim import compat, settings
+from vime_optim import compat, log, settings
 from vime_optim.registry import Installation, Verdict, select
-from vime_optim.report import Report, Row
+from vime_optim.report import NOT_FOUND, Report, Row
 
 _lock = threading.RLock()
 _installation: Installation | None = None
@@ -40,7 +41,28 @@ def install(**arguments: Any) -> Report:
             settings.activate(previous)
             raise
         _installation = installation
-        return status()
+        report = status()
+        _announce(report, chosen)
+        return report
+
+
+def _announce(report: Report, chosen: settings.Settings) -> None:
+    """One line a job: what is in force, or that there is nothing to put it on yet."""
+    if chosen.verbose:
+        log.speak_up()
+    if not report.found:
+        log.say(
+            logging.WARNING,
+            f"vime_optim {report.version}: megatron-core is not found in this environment; nothing"
+            " is patched unless it is imported later (`vime-optim doctor` says what to do)",
+        )
+        return
+    sharding = {
+        "enforce": "fully_reshardable enforced",
+        "error": "anything but fully_reshardable is refused",
+        "off": "sharding as the job asks",
+    }[chosen.sharding]
+    log.say(logging.INFO, f"{report.summary()}; {sharding}")
 
 
 def uninstall() -> None:
@@ -53,6 +75,7 @@ def uninstall() -> None:
         _installation = None
         settings.activate(settings.Settings())
         counters.clear()
+        log.be_quiet()
 
 
 def status() -> Report:
@@ -78,7 +101,7 @@ def status() -> Report:
     return Report(
         installed=_installation is not None,
         version=vime_optim.__version__,
-        megatron=str(megatron) if megatron else "megatron-core not found",
+        megatron=str(megatron) if megatron else NOT_FOUND,
         rows=rows,
         counters=dict(counters),
     )

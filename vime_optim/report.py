@@ -6,6 +6,8 @@ import io
 from dataclasses import asdict, dataclass
 from typing import Any
 
+NOT_FOUND = "megatron-core not found"
+
 
 @dataclass(frozen=True)
 class Row:
@@ -39,6 +41,21 @@ class Report:
     def hits(self) -> dict[str, int]:
         """Fix id to the number of times it was reached."""
         return {row.fix: row.hits for row in self.rows}
+
+    @property
+    def found(self) -> bool:
+        """Whether there is a megatron-core to patch."""
+        return self.megatron != NOT_FOUND
+
+    def summary(self) -> str:
+        """One line: `vime_optim 0.2.0: 22 fixes on megatron-core 0.19.2`."""
+        fixes = self._by_fix()
+        skipped = [name for name, rows in fixes.items() if rows[0].verdict == "skipped"]
+        idle = {name for name, rows in fixes.items() if all(r.verdict in _IDLE for r in rows)}
+        count = len(fixes) - len(idle)
+        text = f"vime_optim {self.version}: {count} fix{'es' * (count != 1)} on"
+        text += f" {self.megatron.split(' (')[0]}"
+        return text + (f" (skipped: {', '.join(skipped)})" if skipped else "")
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -77,7 +94,9 @@ class Report:
             console.print(f"{name}: {count}", markup=False)
         return out.getvalue().rstrip()
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        state = "installed" if self.installed else "not installed"
+        return f"<{self.summary()}, {state}; print() shows the table>"
 
     def _by_fix(self) -> dict[str, list[Row]]:
         grouped: dict[str, list[Row]] = {}
@@ -85,6 +104,9 @@ class Report:
             grouped.setdefault(row.fix, []).append(row)
         return grouped
 
+
+_IDLE = ("skipped", "fixed upstream", "absent", "not understood")
+"""Verdicts of a target that is left alone."""
 
 _PLAIN = ("skipped", "not imported yet", "needed", "absent")
 """Verdicts that need no line of their own below the table."""

@@ -97,6 +97,12 @@ class Settings:
         600.0,
         "seconds without any sign of life from a living writer before the save is given up",
     )
+    verbose: bool = _setting(
+        "VIME_OPTIM_VERBOSE",
+        _flag,
+        False,
+        "rank 0 says on stderr what install() did, also where no logging is set up",
+    )
 
     @classmethod
     def load(cls, environ: Mapping[str, str] | None = None, **arguments: Any) -> Settings:
