@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 JOBS ?= 2
 PYTEST := -m pytest -n $(JOBS)
 
-.PHONY: demo test test-all lint types matrix coverage docs bench clean setup megatron
+.PHONY: demo test test-all clients lint types matrix coverage docs bench clean setup megatron
 
 # The main job: train with PAO and CPU offload, save, resume in fresh ranks, compare every bit;
 # then the same job on the untouched megatron-core, which must fail.
@@ -23,7 +23,12 @@ demo: .venv/.setup
 	$(PY) -m vime_optim.verify.demo
 
 test: .venv/.setup megatron
-	$(PY) $(PYTEST) -m "not matrix and not gpu" $(ARGS)
+	$(PY) $(PYTEST) -m "not matrix and not gpu and not clients" $(ARGS)
+
+# The real pretrain_gpt.py with install(), resumed and compared (tests/clients): every case on every
+# Megatron-LM tree; `make test` runs a spread of them.
+clients: .venv/.setup
+	$(PY) $(PYTEST) tests/clients $(ARGS)
 
 # Every test but those that need a GPU, the resume matrix included: hours on two cores.
 test-all: .venv/.setup megatron
@@ -34,7 +39,7 @@ test-all: .venv/.setup megatron
 COVERAGE := .build/coverage
 coverage: .venv/.setup megatron
 	rm -rf $(COVERAGE) && mkdir -p $(COVERAGE)
-	$(PY) -m coverage run $(PYTEST) -m "not matrix and not gpu" $(ARGS)
+	$(PY) -m coverage run $(PYTEST) -m "not matrix and not gpu and not clients" $(ARGS)
 	$(PY) -m coverage combine --quiet
 	$(PY) -m coverage report
 	$(PY) -m coverage report --fail-under 90 \
@@ -76,7 +81,7 @@ $(CACHE)/%/.fetched: | .venv/.setup
 
 # Of torch's files most are never imported: to compile them all would take half of the set-up.
 .venv/.setup: pyproject.toml .venv/.python
-	.venv/bin/pip install --quiet --no-compile --disable-pip-version-check $(TORCH) -e '.[test,ray,bench]'
+	.venv/bin/pip install --quiet --no-compile --disable-pip-version-check $(TORCH) -e '.[test,clients,ray,bench]'
 	touch $@
 
 .venv/.lint .venv/.docs: .venv/.%: .venv/.setup

@@ -67,6 +67,12 @@ def release_of(nodeid: str) -> int:
     return next((index for index, release in enumerate(RELEASES) if release in name), -1)
 
 
+def clients_tree_of(nodeid: str) -> str:
+    """The Megatron-LM tree that a test of tests/clients names; they share its template."""
+    found = re.search(r"megatron-lm-([\w.]+)", nodeid)
+    return f"clients {found.group(1)}" if found else nodeid.partition("::")[0]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep tests of one release together, so that each template starts once."""
     items.sort(key=lambda item: release_of(item.nodeid))
@@ -82,6 +88,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByRelease(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
+            if "/clients/" in nodeid:
+                return clients_tree_of(nodeid)
             index = release_of(nodeid)
             return nodeid.partition("::")[0] if index < 0 else RELEASES[index]
 
