@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,3 +53,43 @@ def test_failure_of_one_actor_is_reported(tmp_path: Path) -> None:
         )
     assert failure.value.rank == 1
     assert failure.value.message == "rank one fails"
+
+
+@needs_ray
+def test_worker_hook_patches_in_the_actor_alone(tmp_path: Path) -> None:
+    """As the documentation says: Ray gets the name of the hook, and the driver calls nothing."""
+    script = tmp_path / "driver.py"
+    script.write_text(
+        """
+import json, sys, tempfile
+import ray
+
+class Trainer:
+    def state(self):
+        early = sorted({"torch", "vime_optim.fixes"} & set(sys.modules))
+        import megatron.core
+        import vime_optim
+        return [early, vime_optim.status().installed]
+
+with tempfile.TemporaryDirectory(prefix="vo-", dir="/tmp") as home:
+    ray.init(
+        address="local", num_cpus=1, include_dashboard=False, log_to_driver=False,
+        object_store_memory=80 << 20, _node_ip_address="127.0.0.2", _temp_dir=home,
+        runtime_env={"worker_process_setup_hook": "vime_optim.hooks.ray_worker"},
+    )
+    answer = ray.get(ray.remote(num_cpus=1)(Trainer).remote().state.remote(), timeout=200)
+    ray.shutdown()
+print(json.dumps([answer, "vime_optim" in sys.modules]))
+"""
+    )
+    path = os.pathsep.join([str(fetch("0.16.1")), str(Path(__file__).parents[2])])
+    env = {**os.environ, "PYTHONPATH": path, "RAY_USAGE_STATS_ENABLED": "0"}
+    env |= {"RAY_raylet_start_wait_time_s": "180", "RAY_agent_register_timeout_ms": "180000"}
+    done = subprocess.run(
+        [sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (early, installed), in_driver = json.loads(done.stdout.splitlines()[-1])
+    assert early == []
+    assert installed
+    assert not in_driver
