@@ -15,7 +15,7 @@ import yaml
 
 from benchmarks import save_load, topology8
 from docs import generate, make_matrix
-from vime_optim import cli
+from vime_optim import cli, hooks
 from vime_optim.fixes import FIXES
 from vime_optim.fixes import writer as writer_fixes
 from vime_optim.megatron_source import RELEASES
@@ -99,6 +99,17 @@ def test_generated_page_is_current(name: str) -> None:
 def test_faults_of_the_sidebar_are_current() -> None:
     made = (ROOT / "mkdocs.yml").read_text()
     assert generate.navigation(made) == made, "run: python -m docs.generate"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_hooks_that_are_shown_exist(page: Path) -> None:
+    text = page.read_text()
+    for name in re.findall(r"vime_optim\.hooks\.(\w+)", text):
+        assert callable(getattr(hooks, name)), name
+    for name in re.findall(r"-m vime_optim\.(\w+)", text):
+        assert (ROOT / "vime_optim" / f"{name}.py").exists() or (
+            ROOT / "vime_optim" / name
+        ).is_dir()
 
 
 def _nav(entry: Any) -> Iterator[str]:

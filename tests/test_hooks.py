@@ -107,8 +107,11 @@ def test_sitecustomize_waits_for_megatron(tmp_path: Path) -> None:
     """Every Python of an environment runs it, so it must cost nothing until Megatron comes."""
     hook = "import vime_optim.hooks\nvime_optim.hooks.on_megatron_import()\n"
     (tmp_path / "sitecustomize.py").write_text(hook)
-    script = """
-        heavy = sorted({"torch", "megatron", "vime_optim.fixes"} & set(sys.modules))
+    (tmp_path / "hook.pth").write_text(hook.replace("\n", "; "))
+    script = f"""
+        import site
+        site.addsitedir({str(tmp_path)!r})  # as a .pth file in site-packages; twice does no harm
+        heavy = sorted({{"torch", "megatron", "vime_optim.fixes"}} & set(sys.modules))
         import megatron.core
         import vime_optim
         early = vime_optim.status().installed
