@@ -1,0 +1,104 @@
+"""A pytest plugin: Megatron's own unit tests on the simulated device or on GPUs, with install() or without.
+
+The tests are not changed. UPSTREAM_DEVICE is `sim` or `cuda`, UPSTREAM_INSTALL is `1` for install(),
+UPSTREAM_OUT a folder for the outcome of every test, one file a rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+from collections import defaultdict
+from typing import Any
+
+import pytest
+
+DEVICE = os.environ["UPSTREAM_DEVICE"]
+RANK = int(os.environ.get("RANK", "0"))
+OUTCOMES: dict[str, str] = {}
+
+
+def _allow_python_311() -> None:
+    import typing
+
+    if not hasattr(typing, "override"):  # megatron.training is written for Python 3.12
+        import typing_extensions
+
+        typing.override = typing_extensions.override  # type: ignore[attr-defined]
+
+
+def _simulate() -> None:
+    """The simulated device, and what these tests ask of a device beside it."""
+    import torch
+
+    torch.set_num_threads(1)
+    from vime_optim.simulate.megatron import prepare
+
+    prepare("torch")
+    cuda: Any = torch.cuda
+    cuda.is_available = lambda: True
+    cuda.memory_stats = lambda *a, **k: defaultdict(int)
+    cuda.device_count = lambda: int(os.environ.get("WORLD_SIZE", "1"))
+    cuda.get_device_properties = lambda *a, **k: _Properties()
+    original = torch.distributed.init_process_group
+    starts = itertools.count()
+
+    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        world_size, out = int(os.environ["WORLD_SIZE"]), os.environ["UPSTREAM_OUT"]
+        store = torch.distributed.FileStore(f"{out}/store{next(starts)}", world_size)
+        return original(backend="gloo", world_size=world_size, rank=RANK, store=store)
+
+    torch.distributed.init_process_group = init_process_group
+
+
+class _Properties:
+    name, major, minor, total_memory, multi_processor_count = "simulated", 9, 0, 1 << 36, 132
+
+
+def _no_downloads() -> None:
+    """The suite's session fixture fetches datasets that the tests of checkpoints do not read."""
+    import types
+
+    name = "tests.test_utils.python_scripts.download_unit_tests_dataset"
+    stand_in = types.ModuleType(name)
+    stand_in.download_and_extract_asset = lambda **_: None  # type: ignore[attr-defined]
+    sys.modules[name] = stand_in
+
+
+_allow_python_311()
+if os.environ.get("UPSTREAM_INSTALL") == "1":
+    import vime_optim
+
+    vime_optim.install()
+if DEVICE == "sim":
+    _simulate()
+_no_downloads()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Every test leaves some dozen process groups behind; gloo's have threads of their own."""
+    import torch
+
+    if DEVICE == "sim" and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Any:
+    report = yield
+    if report.when == "call" or report.outcome != "passed":
+        text = report.outcome
+        if report.failed:
+            lines = str(report.longrepr).strip().splitlines()
+            text = f"failed: {next((x for x in reversed(lines) if x.startswith('E ')), lines[-1])}"
+        OUTCOMES.setdefault(item.nodeid, text)
+        _write()
+    return report
+
+
+def _write() -> None:
+    with open(os.path.join(os.environ["UPSTREAM_OUT"], f"rank{RANK}.json"), "w") as file:
+        json.dump(OUTCOMES, file, indent=1)
