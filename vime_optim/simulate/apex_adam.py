@@ -153,6 +153,10 @@ class FusedAdam(torch.optim.Optimizer):
             decoupled=bool(self.adam_w_mode),
         )
         param.data.copy_(updated)
+        if self.capturable:
+            # Its kernel stores the moments by way of the parameter's type, after it has used them.
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name].copy_(state[name].to(param.dtype))
 
     def _check_tensors(self, group: dict[str, Any], state: dict[str, Any]) -> None:
         """The kernels take raw pointers: what they would read wrongly is an error here."""

@@ -155,7 +155,7 @@ def _transformer_config(case: Case, layout: Layout) -> Any:
         num_query_groups=NUM_KV_HEADS,
         kv_channels=HEAD_SIZE,
         ffn_hidden_size=FFN_SIZE,
-        normalization="RMSNorm",
+        normalization=_normalization(),
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
@@ -187,14 +187,22 @@ def _layer_spec(case: Case, config: Any) -> Any:
 
     if case.moe_layers != "all":
         return get_gpt_decoder_block_spec(
-            config, use_transformer_engine=False, normalization="RMSNorm"
+            config, use_transformer_engine=False, normalization=config.normalization
         )
     return get_gpt_layer_local_spec(
         num_experts=None if case.moe == "none" else NUM_EXPERTS,
         moe_grouped_gemm=case.moe == "grouped",
         qk_layernorm=case.qk_norm,
-        normalization="RMSNorm",
+        normalization=config.normalization,
     )
+
+
+def _normalization() -> str:
+    """RMSNorm, but for what Megatron takes from Apex without Transformer Engine: LayerNorm alone."""
+    from megatron.core.transformer import transformer_block
+
+    fused = getattr(transformer_block.LayerNormImpl, "__name__", "") == "FusedLayerNorm"
+    return "LayerNorm" if fused else "RMSNorm"
 
 
 def _allow_moe_without_te() -> None:
