@@ -22,7 +22,6 @@ def main() -> None:
         os.pathsep + os.environ.get("PYTHONPATH", "")
     )
     import megatron.training.training  # noqa: F401  (before install(): "after" its imports)
-
     from clients import stand_ins, template
 
     stand_ins.skip_fused_kernels()

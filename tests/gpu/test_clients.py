@@ -137,7 +137,7 @@ def _launch(request: Path, phase: str, out: Path) -> list[int]:
     """Start two ranks and wait; everything that they started ends with them."""
     program = str(Path(__file__).with_name("client_rank.py"))
     environment = {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if not name.startswith("VIME_OPTIM_")},
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",

@@ -1,6 +1,6 @@
-"""A pytest plugin: Megatron's own unit tests on the simulated device or on GPUs, with install() or without.
+"""A pytest plugin: Megatron's own unit tests, with install() or without, none of them changed.
 
-The tests are not changed. UPSTREAM_DEVICE is `sim` or `cuda`, UPSTREAM_INSTALL is `1` for install(),
+UPSTREAM_DEVICE is `sim` (the simulated device) or `cuda`, UPSTREAM_INSTALL is `1` for install(),
 UPSTREAM_OUT a folder for the outcome of every test, one file a rank.
 """
 

@@ -198,7 +198,7 @@ def _layer_spec(case: Case, config: Any) -> Any:
 
 
 def _normalization() -> str:
-    """RMSNorm, but for what Megatron takes from Apex without Transformer Engine: LayerNorm alone."""
+    """RMSNorm; LayerNorm where Megatron takes norms from Apex, which has no other."""
     from megatron.core.transformer import transformer_block
 
     fused = getattr(transformer_block.LayerNormImpl, "__name__", "") == "FusedLayerNorm"
