@@ -24,7 +24,7 @@ def complete_device() -> None:
     torch.set_num_threads(1)
     for name, value in HARMLESS.items():
         setattr(torch.cuda, name, value)
-    _forget_device_id(torch.distributed)
+    forget_device_id()
     _give_loaders_a_generator(torch.utils.data.DataLoader)
 
 
@@ -37,8 +37,11 @@ def skip_fused_kernels() -> None:
     fused_kernels.load = lambda args: None
 
 
-def _forget_device_id(distributed: Any) -> None:
+def forget_device_id() -> None:
     """gloo and a device_id do not go together."""
+    import torch
+
+    distributed: Any = torch.distributed
     original = distributed.init_process_group
 
     def init_process_group(*args: Any, **kwargs: Any) -> Any:

@@ -72,7 +72,7 @@ def launch(request: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         request: `world_size`, `out` (a folder), `phase` (names the files), `port`, `arguments` of
-            pretrain_gpt.py, `install`, `adam`, `caller` and `timeout_s`.
+            pretrain_gpt.py, `install`, `adam`, `callers` and `timeout_s`.
     """
     pids: dict[int, int] = {}
     for rank in range(request["world_size"]):
@@ -143,7 +143,7 @@ def run(request: dict[str, Any], rank: int) -> int:
     os.chdir(request["out"])
     os.environ.update(
         RANK=str(rank),
-        LOCAL_RANK=str(rank),
+        LOCAL_RANK="0" if request.get("shared_device") else str(rank),
         WORLD_SIZE=str(request["world_size"]),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(request["port"]),

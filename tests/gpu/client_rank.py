@@ -25,6 +25,11 @@ def main() -> None:
     from clients import stand_ins, template
 
     stand_ins.skip_fused_kernels()
+    if request["shared_device"]:
+        from benchmarks.staging import stage_collectives
+
+        stage_collectives()
+        stand_ins.forget_device_id()
     if request["fp32_masters"]:
         _without_remainders()
     os._exit(template.run(request, rank))

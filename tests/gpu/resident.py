@@ -23,6 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 180.0
+WORLD_SIZE = 2
 #: After one rank has failed, how long the others may take to fail as well.
 GRACE_S = 5.0
 
@@ -36,7 +37,15 @@ def missing_devices(count: int) -> str:
     import torch
 
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return "" if found >= count else f"needs {count} CUDA devices, {found} found"
+    needed = 1 if count == WORLD_SIZE else count  # two ranks can share one
+    return "" if found >= needed else f"needs {count} CUDA devices, {found} found"
+
+
+def ranks_per_device() -> int:
+    """Two ranks share a GPU that is alone: by gloo and host copies, as NCCL refuses them."""
+    import torch
+
+    return WORLD_SIZE if not REHEARSE and torch.cuda.device_count() == 1 else 1
 
 
 def missing_apex() -> str:
@@ -143,6 +152,8 @@ class ResidentLauncher:
                     "device": self._device,
                     "out": str(home),
                     "world_size": self._world_size,
+                    "ranks_per_device": ranks_per_device(),
+                    "backend": "gloo" if ranks_per_device() > 1 else None,
                 }
             )
         )
@@ -214,6 +225,10 @@ def main() -> None:
     from vime_optim.verify import rank as rank_module
 
     rank_module.import_megatron(options["megatron"], options["device"])
+    if options["ranks_per_device"] > 1:
+        from benchmarks.staging import stage_collectives
+
+        stage_collectives()
     rank_module._init_process_group(options, rank)
     keep_model_parallel_groups()
     for line in sys.stdin:

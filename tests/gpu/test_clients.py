@@ -1,9 +1,9 @@
 """Megatron's own main loop on GPUs: saved, resumed in fresh processes, every bit compared.
 
 Losses, gradient norm, learning rates, parameters and optimizer state of every step of the resumed
-run are those of the run that went on. Transformer Engine's layers and FusedAdam, DP=2 unless a case
-says otherwise. A pair of runs takes about a minute, most of it imports, so a release's cases run
-beside each other (VIME_OPTIM_GPU_PAIRS at a time, 8 unless set) before the first test looks.
+run are those of the run that went on. Transformer Engine's layers and FusedAdam; two ranks, DP=2
+unless a case says otherwise; where there is one GPU they share it. A pair of runs takes about a
+minute, most of it imports, so a few run beside each other (VIME_OPTIM_GPU_PAIRS, 8 unless set).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PAIRS = int(os.environ.get("VIME_OPTIM_GPU_PAIRS", "8"))
 
 #: Replaces what tests/clients says of the simulated device.
 ON_GPUS = shlex.split("""
---transformer-impl transformer_engine --attention-backend unfused --distributed-backend nccl
+--transformer-impl transformer_engine --attention-backend unfused --distributed-backend
 """)
 TE_BF16 = (*cases.PAO, "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16")
 TENSOR = shlex.split("--tensor-model-parallel-size 2 --sequence-parallel")
@@ -112,7 +112,9 @@ class Runs:
 
     def _run(self, tree: str, case: Case, whole: cases.Case, phase: str, out: Path) -> list[Any]:
         home = trees.find(tree)
-        words = [*cases.TINY, *ON_GPUS, "--data-cache-path", str(out / "cache")]
+        shared = gpu.ranks_per_device() > 1
+        words = [*cases.TINY, *ON_GPUS, "gloo" if shared else "nccl"]
+        words += ["--data-cache-path", str(out / "cache")]
         request = {
             "tree": str(home),
             "paths": [p for p in os.environ.get("VIME_OPTIM_GPU_PATHS", "").split(":") if p],
@@ -126,6 +128,7 @@ class Runs:
             "real_main": True,
             "callers": [],
             "fp32_masters": case.fp32_masters,
+            "shared_device": shared,
         }
         path = out / f"{phase}.json"
         path.write_text(json.dumps(request))

@@ -53,6 +53,24 @@ def _simulate() -> None:
     torch.distributed.init_process_group = init_process_group
 
 
+def _share_devices() -> None:
+    """More ranks than GPUs: by gloo and host copies, as NCCL refuses them."""
+    import torch
+
+    if int(os.environ["WORLD_SIZE"]) <= torch.cuda.device_count():
+        return
+    from benchmarks.staging import stage_collectives
+
+    stage_collectives()
+    original = torch.distributed.init_process_group
+
+    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("device_id", None)
+        return original(*args, **{**kwargs, "backend": "gloo"})
+
+    torch.distributed.init_process_group = init_process_group
+
+
 class _Properties:
     name, major, minor, total_memory, multi_processor_count = "simulated", 9, 0, 1 << 36, 132
 
@@ -74,6 +92,8 @@ if os.environ.get("UPSTREAM_INSTALL") == "1":
     vime_optim.install()
 if DEVICE == "sim":
     _simulate()
+else:
+    _share_devices()
 _no_downloads()
 
 
