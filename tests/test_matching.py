@@ -58,9 +58,24 @@ def test_groups_are_found_in_any_order(groups: list[dict[str, Any]]) -> None:
         assert labels(groups, [stored[i] for i in order]) == list(range(len(groups)))
 
 
-def test_twins_keep_their_number() -> None:
-    twins = [group(), group()]
-    assert len(match_groups(twins, [{**g, "step": 3} for g in twins], OLD_KEYS)) == 2
+@pytest.mark.parametrize("number", [2, 3])
+def test_each_twin_gets_a_saved_group_of_its_own(number: int) -> None:
+    """Groups that agree in every value are paired by order: the first one's is not for all."""
+    twins = [group() for _ in range(number)]
+    others = [group(wd_mult=0.0)]
+    stored = [{**own, "step": 3 + label} for label, own in enumerate([*twins, *others])]
+    found = match_groups([*twins, *others], stored, OLD_KEYS)
+    assert [g["step"] for g in found] == [3 + label for label in range(number + 1)]
+    # Fewer were saved: the last one stands in for those that are left.
+    found = match_groups(twins, stored[:1], OLD_KEYS)
+    assert [g["step"] for g in found] == [3] * number
+
+
+def test_twins_are_told_by_what_training_changed() -> None:
+    """The same by their options, and in the file in the other order: the present rate decides."""
+    current = [group(lr=0.25), group(lr=0.5)]
+    stored = [saved(group(lr=0.5), 0), saved(group(lr=0.25), 1)]
+    assert labels(current, stored) == [1, 0]
 
 
 def test_a_learning_rate_changed_for_this_run_keeps_the_pairs() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -60,6 +61,21 @@ def test_cut_boxes_are_small_and_keep_every_element_in_order(box: Any, limit: in
         assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
         found += numbers
     assert found == list(range(prod(size)))
+
+
+def test_every_cut_of_every_small_box() -> None:
+    """Each part lies within the box and within the limit, and none is missing: all of 0..3 axes."""
+    for size in (size for axes in range(4) for size in product(range(1, 6), repeat=axes)):
+        for limit in range(1, prod(size) + 2):
+            parts = list(cut(size, limit))
+            found: list[int] = []
+            for offset, part in parts:
+                assert len(offset) == len(part) == len(size)
+                for first, length, whole in zip(offset, part, size, strict=True):
+                    assert 0 <= first < first + length <= whole, (size, limit, offset, part)
+                assert 0 < prod(part) <= limit
+                found += elements(size, offset, part)
+            assert found == list(range(prod(size))), (size, limit, parts)
 
 
 def test_an_empty_box_has_no_elements() -> None:

@@ -87,6 +87,40 @@ def test_pieces_address_the_elements_that_the_shard_holds(data):
 # --- check_cover and check_local
 
 
+@pytest.mark.parametrize("wrong", ["a", "b", "c"])
+@pytest.mark.parametrize("kind", ["gap", "overlap"])
+def test_every_key_is_checked_not_only_the_first(wrong, kind):
+    keys = ("a", "b", "c")
+    halves = [((0,), (2,)), ((2,), (2,))]
+    pieces = [
+        (rank, piece(offset, size, (4,), key=key))
+        for key in keys
+        for rank, (offset, size) in enumerate(halves)
+    ]
+    shapes = dict.fromkeys(keys, (4,))
+    check_cover(pieces, shapes)
+    if kind == "gap":
+        broken = [entry for entry in pieces if entry[1].key != wrong or entry[0] != 1]
+        answer = "would be incomplete"
+    else:
+        broken = [*pieces, (7, piece((1,), (1,), (4,), key=wrong))]
+        answer = "written twice"
+    with pytest.raises(PlanError, match=answer) as caught:
+        check_cover(broken, shapes)
+    assert str(caught.value.where).startswith(f"{wrong}, ")
+
+
+@pytest.mark.parametrize("wrong", ["a", "b", "c"])
+def test_every_key_of_one_rank_is_checked(wrong):
+    keys = ("a", "b", "c")
+    pieces = [piece((0,), (2,), (4,), key=key) for key in keys]
+    check_local(SavePlan(0, tuple(pieces)))
+    twice = [*pieces, piece((1,), (2,), (4,), key=wrong)]
+    with pytest.raises(PlanError, match="the same elements twice") as caught:
+        check_local(SavePlan(0, tuple(twice)))
+    assert str(caught.value.where).startswith(f"{wrong}, ")
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 40), st.integers(1, 7), st.integers(1, 7))
 def test_tensor_parallel_columns_cut_by_data_parallel_ranges_cover(tp, dp, rows, columns):
