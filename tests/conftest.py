@@ -9,6 +9,12 @@ from typing import Any
 
 import pytest
 
+from tests.skips import (  # noqa: F401: hooks
+    pytest_configure,
+    pytest_make_collect_report,
+    pytest_runtest_makereport,
+    pytest_terminal_summary,
+)
 from vime_optim.megatron_source import RELEASES, fetch
 from vime_optim.verify.case import Case
 from vime_optim.verify.launch import ForkLauncher

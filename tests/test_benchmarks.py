@@ -234,7 +234,6 @@ def test_report_invents_nothing_for_a_missing_variant() -> None:
 def test_plots_say_which_variants_were_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("matplotlib", reason="the extra `bench` is not installed")
     texts: dict[str, list[str]] = {}
 
     def finish(figure: Any, result: Any, entry: Any, path: Path, **_: Any) -> None:

@@ -183,6 +183,7 @@ def test_a_key_that_nobody_lists_is_refused():
     [
         {"numel": 5},
         {"offset": (3,)},
+        {"offset": (1,)},
         {"offset": (-1,)},
         {"size": (0,), "numel": 0},
         {"size": (2, 2)},

@@ -30,6 +30,8 @@ OTHERS = (
     optimizer_config(pao=False, offload=True),
     optimizer_config(pao=False, offload=False),
     SimpleNamespace(),  # an older config, without the options
+    SimpleNamespace(use_precision_aware_optimizer=True),
+    SimpleNamespace(optimizer_cpu_offload=True),
     None,
 )
 

@@ -55,8 +55,8 @@ def missing_apex() -> str:
     from vime_optim.compat import nvidia_apex
 
     if not nvidia_apex():
-        return "NVIDIA Apex is not installed (it is on no registry, and is built from its source)"
-    return "" if find_spec("amp_C") else "NVIDIA Apex was built without its CUDA extensions"
+        return "apex: it is not installed (it is on no registry, and is built from its source)"
+    return "" if find_spec("amp_C") else "apex: it was built without its CUDA extensions"
 
 
 def missing_fused_adam(backend: Any) -> str:
@@ -71,7 +71,8 @@ def missing_fused_adam(backend: Any) -> str:
     if backend.apex:
         return missing_apex()
     if transformer_engine_version() is None and backend.optimizer == "fused":
-        return "Transformer Engine is not installed" if backend.pao else missing_apex()
+        missing = "transformer-engine: it is not installed"
+        return missing if backend.pao else missing_apex()
     return ""
 
 

@@ -24,9 +24,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @pytest.fixture(autouse=True)
 def _needs_apex() -> None:
     if gpu.REHEARSE:
-        pytest.skip("the rehearsal has no Apex to compare with")
-    reason = gpu.missing_devices(1) or gpu.missing_apex()
-    if reason:
+        pytest.skip("apex: the rehearsal has none to compare with")
+    if reason := gpu.missing_devices(1):
+        pytest.skip(f"gpu: {reason}")
+    if reason := gpu.missing_apex():
         pytest.skip(reason)
 
 

@@ -26,11 +26,13 @@ KINDS = {
 @pytest.fixture(autouse=True)
 def _needs_transformer_engine() -> None:
     if gpu.REHEARSE:
-        pytest.skip("the rehearsal has no Transformer Engine to compare with")
+        pytest.skip("transformer-engine: the rehearsal has none to compare with")
     reason = gpu.missing_devices(1)
     if reason:
         pytest.skip(reason)
-    pytest.importorskip("transformer_engine.pytorch", reason="no Transformer Engine")
+    pytest.importorskip(
+        "transformer_engine.pytorch", reason="transformer-engine: it is not installed"
+    )
 
 
 @functools.cache

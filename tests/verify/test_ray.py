@@ -19,7 +19,7 @@ from vime_optim.verify.ray_launch import RayLauncher, check_socket_room
 from vime_optim.verify.runner import run_case
 
 needs_ray = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None, reason="the extra `ray` is not installed"
+    importlib.util.find_spec("ray") is None, reason="ray: the extra `ray` is not installed"
 )
 
 

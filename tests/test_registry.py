@@ -1,0 +1,185 @@
+"""Patches are undone exactly: own and inherited attributes, static and class methods, functions.
+
+On toy modules: what the owner's __dict__ holds before and after, object for object.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from vime_optim.errors import ConflictError, NotUnderstoodError
+from vime_optim.registry import Fix, Hit, Installation, Target, Verdict, not_understood, takes
+
+SOURCE = """
+class Base:
+    def inherited(self):
+        return "inherited"
+
+    @classmethod
+    def made(cls):
+        return cls.__name__
+
+class Derived(Base):
+    def own(self):
+        return "own"
+
+    @staticmethod
+    def static(value):
+        return value
+
+def function():
+    return "function"
+"""
+TARGETS = ("Derived.inherited", "Derived.made", "Derived.own", "Derived.static", "function")
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """A module `toy_target`, and `toy_user`, which imported a function of it by name."""
+    module, user = ModuleType("toy_target"), ModuleType("toy_user")
+    exec(compile(SOURCE, "toy_target.py", "exec"), vars(module))
+    for value in vars(module).values():
+        if callable(value) and getattr(value, "__module__", None) != "builtins":
+            value.__module__ = "toy_target"
+    user.function = module.function  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "toy_target", module)
+    monkeypatch.setitem(sys.modules, "toy_user", user)
+    yield module
+
+
+def counting(original: Any, hit: Hit) -> Any:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        hit()
+        return f"ours: {original(*args, **kwargs)}"
+
+    return wrapped
+
+
+def fix(*names: str, id: str = "toy", **options: Any) -> Fix:
+    targets = tuple(Target("toy_target", name, counting, **options) for name in names)
+    return Fix(id, ("F0",), "a toy", targets)
+
+
+def holdings(module: ModuleType) -> dict[str, dict[str, Any]]:
+    """The __dict__ of every owner, as it is."""
+    user = sys.modules["toy_user"]
+    owners = {"module": module, "Base": module.Base, "Derived": module.Derived, "user": user}
+    return {name: dict(vars(owner)) for name, owner in owners.items()}
+
+
+def same(before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]]) -> bool:
+    """The same keys, and the very same objects."""
+    return all(
+        before[owner].keys() == after[owner].keys()
+        and all(before[owner][key] is after[owner][key] for key in before[owner])
+        for owner in before
+    )
+
+
+def call_all(module: ModuleType) -> list[str]:
+    derived = module.Derived
+    one = derived()
+    user = sys.modules["toy_user"]
+    calls = (one.inherited(), derived.made(), one.own(), derived.static("x"), module.function())
+    return [*calls, user.function()]
+
+
+PLAIN = ["inherited", "Derived", "own", "x", "function", "function"]
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_undo_leaves_every_owner_as_it_was(name: str, toy: ModuleType) -> None:
+    before = holdings(toy)
+    installation = Installation([fix(name)], (), strict=True)
+    installation.apply()
+    assert not same(before, holdings(toy))
+    assert installation.states[0].diagnosis.verdict is Verdict.NEEDED
+    assert sum(text.startswith("ours: ") for text in call_all(toy)) == 1 + (name == "function")
+    assert installation.hits["toy"] == 1 + (name == "function")
+    installation.remove()
+    assert same(before, holdings(toy))
+    assert call_all(toy) == PLAIN
+
+
+def test_two_fixes_of_one_attribute_are_undone_in_the_other_order(toy: ModuleType) -> None:
+    before = holdings(toy)
+    both = [fix(*TARGETS, id="first"), fix(*TARGETS, id="second")]
+    installation = Installation(both, (), strict=True)
+    installation.apply()
+    assert call_all(toy) == [f"ours: ours: {text}" for text in PLAIN]
+    installation.remove()
+    assert same(before, holdings(toy))
+
+
+def test_an_inherited_method_that_changes_later_is_not_frozen(toy: ModuleType) -> None:
+    """Undo deletes what was not there: a copy of the base's method would hide the base's next."""
+    installation = Installation([fix("Derived.inherited")], (), strict=True)
+    installation.apply()
+    installation.remove()
+    toy.Base.inherited = lambda self: "newer"
+    assert toy.Derived().inherited() == "newer"
+
+
+def test_a_function_imported_by_name_after_install_is_given_back(toy: ModuleType) -> None:
+    installation = Installation([fix("function")], (), strict=True)
+    installation.apply()
+    late = ModuleType("toy_late")
+    late.function = toy.function  # type: ignore[attr-defined]
+    sys.modules["toy_late"] = late
+    try:
+        installation.remove()
+        assert late.function is toy.function
+        assert toy.function() == "function"
+    finally:
+        del sys.modules["toy_late"]
+
+
+def test_a_wrap_that_fails_leaves_nothing_behind(toy: ModuleType) -> None:
+    def broken(original: Any, hit: Hit) -> Any:
+        raise ValueError("no")
+
+    before = holdings(toy)
+    bad = Fix("bad", (), "fails", (Target("toy_target", "Derived.own", broken),))
+    installation = Installation([fix(*TARGETS), bad], (), strict=True)
+    with pytest.raises(ValueError, match="no"):
+        installation.apply()
+    assert same(before, holdings(toy))
+
+
+def test_nothing_is_changed_where_one_target_is_not_understood(toy: ModuleType) -> None:
+    before = holdings(toy)
+    strange = fix("Derived.own", id="strange", diagnose=lambda *_: not_understood("it is odd"))
+    with pytest.raises(NotUnderstoodError, match="it is odd"):
+        Installation([fix("function"), strange], (), strict=True).apply()
+    assert same(before, holdings(toy))
+    lenient = Installation([fix("function"), strange], (), strict=False)
+    lenient.apply()
+    assert [text.startswith("ours: ") for text in call_all(toy)] == [False] * 4 + [True] * 2
+    lenient.remove()
+    assert same(before, holdings(toy))
+
+
+def test_undo_refuses_to_go_below_a_later_patch(toy: ModuleType) -> None:
+    installation = Installation([fix(*TARGETS)], (), strict=True)
+    installation.apply()
+    ours = toy.Derived.own
+    toy.Derived.own = lambda self: "theirs"
+    held = holdings(toy)
+    with pytest.raises(ConflictError, match="patched over"):
+        installation.remove()
+    assert same(held, holdings(toy)), "half of it was undone"
+    toy.Derived.own = ours
+    installation.remove()
+    assert call_all(toy) == PLAIN
+
+
+def test_takes_looks_for_the_parameters(toy: ModuleType) -> None:
+    def method(self: Any, model: Any, *rest: Any) -> None: ...
+
+    assert takes("self", "model")(toy, method).verdict is Verdict.NEEDED
+    assert takes("self", "other")(toy, method).verdict is Verdict.NOT_UNDERSTOOD
