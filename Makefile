@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 JOBS ?= 2
 PYTEST := -m pytest -n $(JOBS)
 
-.PHONY: demo test test-all clients lint types matrix coverage docs bench clean setup megatron
+.PHONY: demo test test-all clients lint types matrix mutants coverage docs bench clean setup megatron
 
 # The main job: train with PAO and CPU offload, save, resume in fresh ranks, compare every bit;
 # then the same job on the untouched megatron-core, which must fail.
@@ -53,6 +53,11 @@ matrix: .venv/.setup megatron
 	VIME_OPTIM_MATRIX_RESULTS=$(CURDIR)/$(RESULTS) \
 	  $(PY) -m pytest tests/test_resume_matrix.py $(ARGS); status=$$?; \
 	  $(PY) -m docs.make_matrix $(RESULTS) && exit $$status
+
+# Small changes to the package, one at a time (tests/mutants): a test must notice each. Some minutes;
+# ARGS="-k reshard" tries a part.
+mutants: .venv/.setup megatron
+	$(PY) -m tests.mutants --jobs $(JOBS) $(ARGS)
 
 lint: .venv/.lint
 	.venv/bin/ruff check .

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.skips import (  # noqa: F401: hooks
+from tests.skips import (  # noqa: F401
     pytest_configure,
     pytest_make_collect_report,
     pytest_runtest_makereport,

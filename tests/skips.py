@@ -1,8 +1,9 @@
 """Skipped tests say of which kind they are, are counted by kind, and can be forbidden.
 
 A skip's reason starts with its kind ("apex: it was not built here"); tests of a folder named like
-a kind need not say it. With VIME_OPTIM_REQUIRE=gpu,ray (or all) a skip of such a kind fails, so that
-a machine that has to have what a test needs cannot pass without it. A skip of no kind always fails.
+a kind need not say it. With VIME_OPTIM_REQUIRE=gpu,ray (or all) a skip of such a kind fails, so
+that a machine that has to have what a test needs cannot pass without it. A skip of no kind always
+fails.
 """
 
 from __future__ import annotations
@@ -98,4 +99,4 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     counts = Counter(kind_of(report.nodeid, _reason(report)) for report in skipped)
     if counts:
         text = ", ".join(f"{kind} {count}" for kind, count in sorted(counts.items(), key=str))
-        terminalreporter.write_line(f"skipped, by kind: {text} ({VARIABLE}=... makes them failures)")
+        terminalreporter.write_line(f"skipped, by kind: {text} (failures with {VARIABLE})")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ def test_a_shard_is_put_together_from_its_reads(
 ) -> None:
     path, value = stored
     shard = CodedShard(NUMEL, may_be_partial=False)
-    shard.reads = [read_of(path, a, b) for a, b in zip(borders, borders[1:], strict=False)][::-1]
+    shard.reads = [read_of(path, a, b) for a, b in pairwise(borders)][::-1]
     (got,) = load(shard)
     assert torch.equal(got, value)
     assert shard.reads == []

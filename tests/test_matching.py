@@ -124,6 +124,13 @@ def test_what_cannot_be_told_is_refused(
         match_groups(current, [saved(own, i) for i, own in enumerate(stored)], OLD_KEYS)
 
 
+@pytest.mark.parametrize("key", ["wd_mult", "lr_mult"])
+def test_groups_of_other_multipliers_are_never_paired(key: str) -> None:
+    """Also where the release compares nothing: one group is left over on each side."""
+    with pytest.raises(CheckpointError, match="no saved param group fits"):
+        match_groups([group(**{key: 0.5})], [saved(group(), 0)])
+
+
 @pytest.mark.parametrize(
     "release", ["0.16.1", *(pytest.param(r, marks=pytest.mark.matrix) for r in RELEASES)]
 )

@@ -71,7 +71,9 @@ def test_the_step_that_stock_freezes_is_right(
     launcher = launchers.get(release)
     save_without_install(launcher, case, tmp_path)
     stock = load_with_install(launcher, case.replace(install=False), tmp_path)
-    assert any(text.startswith("step ") or "step" in text for text in stock.differences)
+    loaded = stock.stages[0]
+    assert loaded.kinds == {"step": 11}, stock.summary()
+    assert all(text.endswith(": 1.0 instead of 3.0") for text in loaded.differences)
     outcome = load_with_install(launcher, case, tmp_path)
     assert outcome.exact, outcome.summary()
     assert outcome.sound

@@ -5,8 +5,9 @@ On toy modules: what the owner's __dict__ holds before and after, object for obj
 
 from __future__ import annotations
 
+import importlib
 import sys
-from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -39,17 +40,16 @@ TARGETS = ("Derived.inherited", "Derived.made", "Derived.own", "Derived.static",
 
 
 @pytest.fixture
-def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A module `toy_target`, and `toy_user`, which imported a function of it by name."""
-    module, user = ModuleType("toy_target"), ModuleType("toy_user")
-    exec(compile(SOURCE, "toy_target.py", "exec"), vars(module))
-    for value in vars(module).values():
-        if callable(value) and getattr(value, "__module__", None) != "builtins":
-            value.__module__ = "toy_target"
-    user.function = module.function  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "toy_target", module)
-    monkeypatch.setitem(sys.modules, "toy_user", user)
-    yield module
+    (tmp_path / "toy_target.py").write_text(SOURCE)
+    (tmp_path / "toy_user.py").write_text("from toy_target import function\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("toy_target", "toy_user"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    module = importlib.import_module("toy_target")
+    importlib.import_module("toy_user")
+    return module
 
 
 def counting(original: Any, hit: Hit) -> Any:

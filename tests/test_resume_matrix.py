@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 import vime_optim
+from vime_optim.checkpoint.reader import Checkpoint
+from vime_optim.fixes.sharding import FULLY, TYPE_KEY, recorded_types
 from vime_optim.verify.case import Case
 from vime_optim.verify.matrix import full, needed_faults, spread
 from vime_optim.verify.runner import Outcome
@@ -25,15 +28,47 @@ def _parameters() -> list[object]:
 
 
 @pytest.mark.parametrize("case", _parameters())
-def test_resumes_exactly(case: Case, run: Run) -> None:
+def test_resumes_exactly(case: Case, run: Run, tmp_path: Path) -> None:
     outcome = run(case)
     _record(outcome)
 
     assert outcome.error is None, f"{outcome.summary()}\n{outcome.traceback}"
     assert outcome.exact, "\n".join([outcome.summary(), *outcome.differences[:30]])
     assert outcome.sound, outcome.summary()
+    assert outcome.facts["rng_untouched"], "loading the optimizer moved a random generator"
+    _assert_recorded_type(case, tmp_path)
     missed = [fault for fault in sorted(needed_faults(case)) if not _hits(outcome, fault)]
     assert not missed, f"the fixes of {missed} were never reached: {outcome.hits}"
+
+
+#: In the spread to see that install() leaves right what is right; all others need a fix.
+RIGHT_IN_STOCK = {
+    "0.16.1,fused,apex,nopao,dp_reshardable,dp=2",
+    "0.19.2,fused,nopao,dp_reshardable,dp=2",
+}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("case", spread(), ids=lambda case: case.name)
+def test_a_case_of_the_spread_fails_on_stock(case: Case, run: Run) -> None:
+    """A case that stock gets right shows nothing about the fixes."""
+    outcome = run(case.replace(install=False))
+    is_right = outcome.exact and outcome.sound
+    assert is_right == (case.name in RIGHT_IN_STOCK), outcome.summary()
+
+
+def _assert_recorded_type(case: Case, folder: Path) -> None:
+    """The checkpoint says of which type it is, in both places where a loader looks.
+
+    Under PAO with CPU offload every type becomes fully_reshardable, and so does no type at all.
+    """
+    (directory,) = folder.glob(f"*/iter_{case.num_steps:07d}")
+    with Checkpoint(directory) as checkpoint:
+        common = checkpoint.common_state()
+    enforced = case.backend.optimizer == "hybrid" and case.backend.pao
+    expected = FULLY if enforced or case.sharding is None else case.sharding
+    assert common["content_metadata"][TYPE_KEY] == expected
+    assert set(recorded_types(common)) == {expected}
 
 
 def _record(outcome: Outcome) -> None:

@@ -140,7 +140,6 @@ class _Resolved:
     owner: Any
     attribute: str
     raw: Any
-    was_own: bool
     diagnosis: Diagnosis
 
 
@@ -300,10 +299,9 @@ def _resolve(state: TargetState) -> _Resolved:
     if raw is None:
         verdict = Verdict.ABSENT if target.optional else Verdict.NOT_UNDERSTOOD
         diagnosis = Diagnosis(verdict, "not in this release")
-        return _Resolved(state, owner, attribute, None, False, diagnosis)
-    was_own = attribute in vars(owner)
+        return _Resolved(state, owner, attribute, None, diagnosis)
     diagnosis = target.diagnose(module, _function_of(raw))
-    return _Resolved(state, owner, attribute, raw, was_own, diagnosis)
+    return _Resolved(state, owner, attribute, raw, diagnosis)
 
 
 def _raw_attribute(owner: Any, attribute: str) -> Any:
@@ -350,13 +348,14 @@ def _check_conflict(item: _Resolved) -> None:
 
 def _patch(item: _Resolved, hit: Hit) -> list[Patch]:
     # Read anew: an earlier target of this very round may have wrapped the same attribute.
+    was_own = item.attribute in vars(item.owner)
     raw = vars(item.owner).get(item.attribute, item.raw)
     function = _function_of(raw)
     wrapped = item.state.target.wrap(function, hit)
     functools.update_wrapper(wrapped, function)
     wrapped.__vime_optim__ = item.state.fix.id  # type: ignore[attr-defined]
     replacement = type(raw)(wrapped) if isinstance(raw, (staticmethod, classmethod)) else wrapped
-    patches = [Patch(item.owner, item.attribute, raw, item.was_own, replacement)]
+    patches = [Patch(item.owner, item.attribute, raw, was_own, replacement)]
     if isinstance(item.owner, ModuleType):
         patches += [
             Patch(module, item.attribute, raw, True, replacement)

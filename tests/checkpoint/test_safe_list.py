@@ -78,7 +78,7 @@ def is_dtype_or_storage(name: str) -> bool:
     module, _, attribute = name.rpartition(".")
     if module == "torch" and isinstance(getattr(torch, attribute, None), torch.dtype):
         return True
-    return module in ("torch", "torch.storage") and attribute.endswith("Storage")
+    return module in ("torch", "torch.cuda", "torch.storage") and attribute.endswith("Storage")
 
 
 def test_the_list_is_this_one() -> None:

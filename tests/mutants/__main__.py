@@ -45,7 +45,7 @@ def copy_tree(target: Path) -> Path:
 
 
 def judge(change: Change, ran: Ran) -> str:
-    """"noticed", or what is wrong."""
+    """ "noticed", or what is wrong."""
     if change.equal is not None:
         return "equal, as said" if ran.status == 0 else "said to be equal, and a test noticed it"
     if ran.status is None:

@@ -98,6 +98,7 @@ def test_f10_restored_moments_share_and_hold_too_much(run: Run) -> None:
     assert outcome.exact
     assert memory["aliased"]
     assert memory["held_bytes"] > 2 * memory["own_bytes"]
+    assert not outcome.facts["rng_untouched"]  # F15: state is made by a step on random gradients
     assert "unsound" in outcome.summary()
 
 

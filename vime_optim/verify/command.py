@@ -103,7 +103,13 @@ def run_verify(args: argparse.Namespace) -> int:
     with locked(place.directory):
         outcome = _run_phases(args, case, place, step)
     _report(outcome, args)
-    return 0 if outcome.exact else 1
+    return 0 if _passed(outcome, args.phase) else 1
+
+
+def _passed(outcome: Outcome, phase: str) -> bool:
+    """A save alone need not be compared with anything; a load that was not is no success."""
+    saved = phase == "save" and outcome.error is None and not outcome.differences
+    return saved or outcome.exact
 
 
 def case_from_arguments(args: argparse.Namespace) -> Case:
@@ -280,11 +286,12 @@ def _details(outcome: Outcome) -> list[str]:
 
 
 def _explanation(outcome: Outcome) -> list[str]:
-    return [] if outcome.exact else explain(outcome)
+    failed = outcome.error is not None or outcome.differences
+    return explain(outcome) if failed else []
 
 
 def _verdict(outcome: Outcome, phase: str) -> str:
-    if outcome.exact:
+    if _passed(outcome, phase):
         return "CKPT verify: save succeeded." if phase == "save" else OK_LINE
     what = "stock megatron-core" if not outcome.case.install else "with vime_optim"
     return f"CKPT verify FAILED ({what}): {outcome.summary()}"

@@ -7,14 +7,19 @@ import re
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vime_optim.errors import VerifyError
 from vime_optim.verify.case import Case
 from vime_optim.verify.launch import LAUNCH_TIMEOUT_S, Launcher, RankFailure, TemplateError
 
+if TYPE_CHECKING:
+    from vime_optim.verify.compare import Difference
+
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 _JOB = "vime_optim.verify.job:"
+_OF_A_STEP = {"exp_avg", "exp_avg_sq", "step"}
+"""What every optimizer holds after one step; without it, an equal comparison proves little."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +48,16 @@ class Outcome:
 
     @property
     def exact(self) -> bool:
-        """Everything ran and not one bit differs."""
-        return self.error is None and not self.differences
+        """Everything ran, something was compared, and not one bit differs."""
+        return self.error is None and bool(self.stages) and not self.differences
 
     @property
     def sound(self) -> bool:
-        """The restored state owns its storage and holds no more bytes than it has."""
-        memory = self.facts.get("memory", {})
-        return not memory.get("aliased") and memory.get("held_bytes") == memory.get("own_bytes")
+        """The restored state was measured, owns its storage and holds no more bytes than it has."""
+        memory = self.facts.get("memory")
+        if memory is None or (not memory["own_bytes"] and _has_moments(self.case)):
+            return False
+        return not memory["aliased"] and bool(memory["held_bytes"] == memory["own_bytes"])
 
     @property
     def differences(self) -> list[str]:
@@ -60,6 +67,8 @@ class Outcome:
         """One line."""
         if self.error is not None:
             return f"{self.failed_in} failed: {self.error_type}: {self.error.splitlines()[0]}"
+        if not self.stages:
+            return "nothing was compared"
         if not self.differences:
             return "exact" if self.sound else f"exact, but unsound: {self._memory()}"
         parts = [
@@ -81,7 +90,7 @@ class Outcome:
         return {
             "case": self.case.name,
             "exact": self.exact,
-            "sound": self.sound,
+            "sound": self.sound if "memory" in self.facts else None,
             **{key: value for key, value in asdict(self).items() if key != "case"},
         }
 
@@ -203,10 +212,28 @@ class CaseRun:
         )
         names = {*first.tensors, *first.values}
         compared = len([key for key in names if key[0] not in left_out])
+        found += self._not_compared({kind for kind, _ in names} - left_out, only)
         kinds: dict[str, int] = {}
         for difference in found:
             kinds[difference.kind] = kinds.get(difference.kind, 0) + 1
         self.outcome.stages.append(Stage(stage, compared, [str(d) for d in found], kinds))
+
+    def _not_compared(self, compared: set[str], only: set[str] | None) -> list[Difference]:
+        """The kinds that a comparison cannot do without and that the first capture lacked."""
+        from vime_optim.verify.compare import Difference
+
+        floor = set(only or ("model",))
+        if only is None and _has_moments(self.case):
+            floor |= _OF_A_STEP
+        return [
+            Difference(kind, "all names", "nothing was captured, so nothing was compared", 0, 0)
+            for kind in sorted(floor - compared)
+        ]
+
+
+def _has_moments(case: Case) -> bool:
+    """Whether the saved run took a step for certain; float16's scaler may skip every one."""
+    return not (case.model_only or case.fp16 or case.num_steps == 0)
 
 
 def _keeps_remainders(case: Case) -> bool:
