@@ -80,26 +80,59 @@ def _diagnose_validate(module: ModuleType, original: Any) -> Diagnosis:
 
 def _wrap_global_plan(original: Any, hit: Hit) -> Any:
     def create_global_plan(self: Any, all_plans: Any) -> Any:
-        from vime_optim.planning import cover
+        from vime_optim.planning import cover, exchange
 
+        whole = exchange.whole_of(self, all_plans)
+        if whole is not None:
+            hit()
+            _refuse(whole.verdict.faults)
+            self.global_plan, self.metadata = whole.plans, whole.metadata()
+            return self.global_plan, self.metadata
         _checked.metadata = None
         plans, metadata = original(self, all_plans)
         if _checked.metadata is None:
             # Somebody switched torch's check off, for its time: ours takes none worth the name.
             hit()
-            faults = cover.check(plans, metadata.state_dict_metadata).faults
-            if faults:
-                raise PlanError(
-                    "the plan of this save is wrong",
-                    where=faults[0],
-                    got="; ".join(faults[1:4]) or None,
-                    expected="chunks that fill each tensor, every element once",
-                    next_step="Nothing was written. Do all ranks run the same model and layout?",
-                )
+            _refuse(cover.check(plans, metadata.state_dict_metadata).faults)
         _checked.metadata = None
         return plans, metadata
 
     return create_global_plan
+
+
+def _refuse(faults: list[str]) -> None:
+    if faults:
+        raise PlanError(
+            "the plan of this save is wrong",
+            where=faults[0],
+            got="; ".join(faults[1:4]) or None,
+            expected="chunks that fill each tensor, every element once",
+            next_step="Nothing was written. Do all ranks run the same model and layout?",
+        )
+
+
+def _wrap_gather(original: Any, hit: Hit) -> Any:
+    def gather_object(self: Any, object: Any) -> Any:
+        from torch.distributed.checkpoint.planner import SavePlan
+
+        from vime_optim.planning import exchange
+
+        if not isinstance(object, SavePlan):
+            return original(self, object)
+        hit()
+        return exchange.gather_plans(original, self, object)
+
+    return gather_object
+
+
+def _wrap_plan_save(original: Any, hit: Hit) -> Any:
+    def save_state_dict_async_plan(*args: Any, **kwargs: Any) -> Any:
+        from vime_optim.planning import exchange
+
+        hit()
+        return exchange.plan_together(original, *args, **kwargs)
+
+    return save_state_dict_async_plan
 
 
 def _wrap_read_items(original: Any, hit: Hit) -> Any:
@@ -140,14 +173,27 @@ def _diagnose_shards(module: ModuleType, original: Any) -> Diagnosis:
 
 _PLANNER = "torch.distributed.checkpoint.default_planner"
 _HELPERS = "torch.distributed.checkpoint.planner_helpers"
+_UTILS = "torch.distributed.checkpoint.utils"
 _SHARDS = "torch.distributed._shard.sharding_spec._internals"
-_STRATEGY = "megatron.core.dist_checkpointing.strategies.torch"
+_STRATEGIES = "megatron.core.dist_checkpointing.strategies"
+_NVRX = "nvidia_resiliency_ext.checkpointing.async_ckpt"
+
+
+def _saver(module: str, optional: bool) -> Target:
+    return Target(
+        f"{module}.state_dict_saver",
+        "save_state_dict_async_plan",
+        _wrap_plan_save,
+        takes("state_dict", "storage_writer", "process_group"),
+        optional=optional,
+    )
+
 
 FIXES = (
     Fix(
         id="planning",
         faults=("F30",),
-        summary="plans of many chunks are checked and made in n log n",
+        summary="plans of many chunks are sent, made and checked in n log n",
         targets=(
             Target(_PLANNER, "_validate_global_plan", _wrap_validate, diagnose=_diagnose_validate),
             Target(
@@ -163,12 +209,15 @@ FIXES = (
                 _diagnose_shards,
                 optional=True,
             ),
+            Target(_UTILS, "_DistWrapper.gather_object", _wrap_gather, takes("self", "object")),
             Target(
-                _STRATEGY,
+                f"{_STRATEGIES}.torch",
                 "MCoreSavePlanner.create_global_plan",
                 _wrap_global_plan,
                 takes("all_plans"),
             ),
+            _saver(_STRATEGIES, optional=False),
+            _saver(_NVRX, optional=True),
         ),
     ),
 )

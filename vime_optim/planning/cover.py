@@ -2,8 +2,8 @@
 
 The verdict is torch's (`_validate_global_plan` of torch 2.6 to 2.13): a chunk out of bounds, two
 that overlap, or, with more than one plan, volumes that do not add up to the tensor's. Disjoint
-chunks within bounds whose volumes add up fill the tensor. A key that is not understood here (chunks of
-another number of axes, numbers that do not fit) is named, for torch's own check to judge.
+chunks within bounds whose volumes add up fill the tensor. A key that is not understood here (chunks
+of another number of axes, numbers that do not fit) is named, for torch's own check to judge.
 """
 
 from __future__ import annotations
@@ -36,10 +36,14 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class _Chunks:
+class Chunks:
     """Chunks of keys with equally many axes, one after the other.
 
-    `lo`, `size`: int64 [chunks, axes]; `first`: position of each key's first chunk, and the end.
+    Attributes:
+        keys: names; `shapes`: int64 [keys, axes], the whole tensors.
+        lo, size: int64 [chunks, axes], ordered by key.
+        first: position of each key's first chunk, and the end.
+        ranks: the rank of each chunk, or None when that is told from the plans.
     """
 
     keys: list[str]
@@ -47,6 +51,7 @@ class _Chunks:
     lo: Ints
     size: Ints
     first: Ints
+    ranks: Ints | None = None
 
     @property
     def key_of(self) -> Ints:
@@ -63,17 +68,22 @@ def check(global_plan: Sequence[Any], state_dict_metadata: dict[str, Any]) -> Ve
     """
     verdict = Verdict()
     for chunks in _by_axes(state_dict_metadata, verdict):
-        try:
-            _check_chunks(chunks, global_plan, verdict)
-        except ValueError:
-            verdict.unproved += chunks.keys
+        check_chunks(chunks, global_plan, verdict)
     if len(verdict.faults) > _MOST_MESSAGES:
         more = len(verdict.faults) - _MOST_MESSAGES
         verdict.faults[_MOST_MESSAGES:] = [f"and {more} more"]
     return verdict
 
 
-def _by_axes(state_dict_metadata: dict[str, Any], verdict: Verdict) -> Iterable[_Chunks]:
+def check_chunks(chunks: Chunks, global_plan: Sequence[Any], verdict: Verdict) -> None:
+    """Adds to a verdict what is wrong with chunks of equally many axes."""
+    try:
+        _check_chunks(chunks, global_plan, verdict)
+    except ValueError:
+        verdict.unproved += chunks.keys
+
+
+def _by_axes(state_dict_metadata: dict[str, Any], verdict: Verdict) -> Iterable[Chunks]:
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
     by_axes: dict[int, list[tuple[str, Any]]] = {}
@@ -94,10 +104,10 @@ def _by_axes(state_dict_metadata: dict[str, Any], verdict: Verdict) -> Iterable[
             verdict.unproved += [key for key, _ in entries]
             continue
         first = np.cumsum([0] + [len(value.chunks) for _, value in entries])
-        yield _Chunks([key for key, _ in entries], shapes, lo, size, first)
+        yield Chunks([key for key, _ in entries], shapes, lo, size, first)
 
 
-def _check_chunks(chunks: _Chunks, global_plan: Sequence[Any], verdict: Verdict) -> None:
+def _check_chunks(chunks: Chunks, global_plan: Sequence[Any], verdict: Verdict) -> None:
     key_of, lo, hi = chunks.key_of, chunks.lo, chunks.lo + chunks.size
     # Not lo + size > shape: a sum that does not fit would come out negative.
     outside = (lo < 0) | (chunks.size < 0) | (chunks.size > chunks.shapes[key_of] - lo)
@@ -118,7 +128,7 @@ def _check_chunks(chunks: _Chunks, global_plan: Sequence[Any], verdict: Verdict)
 
 
 def _examine(
-    chunks: _Chunks,
+    chunks: Chunks,
     hi: Ints,
     left: Ints,
     group: Ints,
@@ -138,10 +148,16 @@ def _examine(
             verdict.unproved.append(chunks.keys[key])
             continue
         one, other = int(ids[pair[0]]), int(ids[pair[1]])
-        verdict.faults.append(
-            f"key:{chunks.keys[key]} has overlapping chunks: {_box(chunks, one)}"
-            f" {_box(chunks, other)}{_ranks(chunks, global_plan, one, other)}"
-        )
+        verdict.faults.append(describe_pair(chunks, one, other, global_plan))
+
+
+def describe_pair(chunks: Chunks, one: int, other: int, global_plan: Sequence[Any] = ()) -> str:
+    """One line on two chunks of a key that overlap."""
+    key = int(np.searchsorted(chunks.first, one, side="right")) - 1
+    return (
+        f"key:{chunks.keys[key]} has overlapping chunks: {_box(chunks, one)}"
+        f" {_box(chunks, other)}{_ranks(chunks, global_plan, one, other)}"
+    )
 
 
 def _overlap(lo: Ints, hi: Ints, shape: list[int]) -> tuple[int, ...] | None:
@@ -161,7 +177,7 @@ def _overlap(lo: Ints, hi: Ints, shape: list[int]) -> tuple[int, ...] | None:
     return None
 
 
-def _check_volumes(chunks: _Chunks, sound: Ints, verdict: Verdict) -> None:
+def _check_volumes(chunks: Chunks, sound: Ints, verdict: Verdict) -> None:
     total = np.concatenate((np.zeros(1, np.int64), np.cumsum(boxes.volumes(chunks.size))))
     held = total[chunks.first[1:]] - total[chunks.first[:-1]]
     for index, key in enumerate(chunks.keys):
@@ -176,13 +192,15 @@ def _of(row: Ints) -> list[int]:
     return [int(n) for n in row.tolist()]
 
 
-def _box(chunks: _Chunks, index: int) -> str:
+def _box(chunks: Chunks, index: int) -> str:
     return f"offset {_of(chunks.lo[index])} size {_of(chunks.size[index])}"
 
 
-def _ranks(chunks: _Chunks, global_plan: Sequence[Any], *indices: int) -> str:
+def _ranks(chunks: Chunks, global_plan: Sequence[Any], *indices: int) -> str:
     """' (ranks 3 and 7)': whose plans the chunks come from; '' where that cannot be told."""
     key = int(np.searchsorted(chunks.first, indices[0], side="right")) - 1
+    if chunks.ranks is not None:
+        return _named([int(chunks.ranks[index]) for index in indices])
     ranks: list[int] = []
     for rank, plan in enumerate(global_plan):
         items = getattr(plan, "items", ())
@@ -191,5 +209,8 @@ def _ranks(chunks: _Chunks, global_plan: Sequence[Any], *indices: int) -> str:
         )
     if len(ranks) != chunks.first[key + 1] - chunks.first[key]:
         return ""
-    named = [str(ranks[index - int(chunks.first[key])]) for index in indices]
-    return f" (rank{'s' if len(named) > 1 else ''} {' and '.join(named)})"
+    return _named([ranks[index - int(chunks.first[key])] for index in indices])
+
+
+def _named(ranks: list[int]) -> str:
+    return f" (rank{'s' if len(ranks) > 1 else ''} {' and '.join(map(str, ranks))})"

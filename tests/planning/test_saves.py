@@ -1,0 +1,40 @@
+"""Plans that two real ranks send one another, on every release; what they save, stock loads."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import LauncherPool
+from vime_optim.megatron_source import RELEASES
+
+QUICK = ("0.16.1", "0.19.2")
+
+
+@pytest.mark.parametrize(
+    "release", [r if r in QUICK else pytest.param(r, marks=pytest.mark.matrix) for r in RELEASES]
+)
+def test_plans_are_sent_once_and_wrong_ones_refused_everywhere(
+    release: str, launchers: LauncherPool, tmp_path: Path
+) -> None:
+    launcher = launchers.get(release)
+    payload = {"directory": str(tmp_path / "saved"), "saves": [0, 2, 3, 6]}
+    answers = launcher.run(
+        "tests.planning.plan_job:saves", world_size=2, payload=payload, out=tmp_path / "save"
+    )
+    for rank, answer in enumerate(answers):
+        assert answer["errors"][:4] == [""] * 4
+        assert answer["errors"][5:] == [""] * 2
+        # Known once all ranks agreed; unknown again after a failure, on every rank.
+        if release != "0.15.3":
+            wrong = "_Sent" if rank == 1 else "_Same"
+            expected = ["_Sent", "_Same", "_Same", "_Sent", wrong, "_Sent", "_Same"]
+            assert answer["sent"] == expected
+        assert "PlanError" in answer["errors"][4]
+        assert "ranks 0 and 1" in answer["errors"][4]
+        assert "offset [1, 1, 1, 0] size [1, 1, 7, 16]" in answer["errors"][4]
+        assert answer["written"] == []
+    loaded = launcher.run(
+        "tests.planning.plan_job:loads", world_size=2, payload=payload, out=tmp_path / "load"
+    )
+    for answer in loaded:
+        assert answer["equal"] == {"0": True, "2": True, "3": True, "6": True}

@@ -1,0 +1,119 @@
+"""A rank's SavePlan as columns, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+from vime_optim.planning.packed import Boxes, boxes_of
+
+_NONE = -1
+_KIND = ("dtype", "layout", "requires_grad", "pin_memory")
+
+
+class _Strange(Exception):
+    """A plan that columns cannot hold."""
+
+
+class PackedPlan(SavePlan):
+    """A SavePlan that is columns until its items are asked for. Pickled, it is a plain SavePlan."""
+
+    def __new__(cls, columns: Boxes | None = None, **fields: Any) -> Any:
+        # dataclasses.replace() makes a changed copy from its fields.
+        return super().__new__(cls) if columns is not None else SavePlan(**fields)
+
+    def __init__(self, columns: Boxes) -> None:
+        values = {"columns": columns, "storage_data": None, "planner_data": None, "usable": True}
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        # Asked only for what is not there: `items`, the first time.
+        if name != "items":
+            raise AttributeError(name)
+        items = list(_items(self.__dict__["columns"]))
+        object.__setattr__(self, "items", items)
+        return items
+
+    def __reduce__(self) -> Any:
+        return SavePlan, (self.items, self.storage_data, self.planner_data)
+
+
+def pack_plan(plan: Any) -> Boxes | None:
+    """The columns of a plan, or None when it has more to it than they hold."""
+    if type(plan) is not SavePlan or plan.planner_data or plan.storage_data is not None:
+        return None
+    if not getattr(plan, "usable", True):
+        return None
+    try:
+        return boxes_of(_entries(plan))
+    except (_Strange, AttributeError):
+        return None
+
+
+def _entries(plan: Any) -> Iterator[Any]:
+    for item in plan.items:
+        index, data = item.index, item.tensor_data
+        if type(item) is not WriteItem or type(index) is not MetadataIndex:
+            raise _Strange
+        if item.bytes_io_data is not None:
+            raise _Strange
+        hint = _NONE if index.index is None else index.index
+        if item.type == WriteItemType.BYTE_IO and data is None and index.offset is None:
+            yield index.fqn, None, None, hint, (), ()
+        elif item.type == WriteItemType.SHARD and index.offset == data.chunk.offsets:
+            if type(data.properties) is not TensorProperties or hint < _NONE:
+                raise _Strange
+            kind = _kind_of(data.properties)
+            yield index.fqn, tuple(data.size), kind, hint, data.chunk.offsets, data.chunk.sizes
+        else:
+            raise _Strange
+
+
+def _items(columns: Boxes) -> Iterator[WriteItem]:
+    chunks = {axes: iter(chunks_of(columns, axes)) for axes in columns.lo}
+    properties = [None if kind is None else properties_of(kind) for kind in columns.kinds]
+    sizes = [None if shape is None else torch.Size(shape) for shape in columns.shapes]
+    for number, hint in zip(columns.key_of.tolist(), columns.hints.tolist(), strict=True):
+        fqn, shape = columns.keys[number], sizes[number]
+        index = None if hint == _NONE else hint
+        if shape is None:
+            yield WriteItem(MetadataIndex(fqn, None, index), WriteItemType.BYTE_IO)
+            continue
+        chunk = next(chunks[len(shape)])
+        data = TensorWriteData(chunk, properties[number], shape)
+        place = MetadataIndex(fqn, chunk.offsets, index)
+        yield WriteItem(place, WriteItemType.SHARD, tensor_data=data)
+
+
+def chunks_of(columns: Boxes, axes: int) -> list[ChunkStorageMetadata]:
+    """torch's objects for all chunks of so many axes, in order."""
+    size, offsets, sizes = torch.Size, columns.lo[axes].tolist(), columns.size[axes].tolist()
+    return [
+        ChunkStorageMetadata(size(offset), size(length))
+        for offset, length in zip(offsets, sizes, strict=True)
+    ]
+
+
+def _kind_of(properties: Any) -> tuple[Any, ...]:
+    values = [getattr(properties, name) for name in _KIND]
+    return (*values, str(properties.memory_format).removeprefix("torch."))
+
+
+def properties_of(kind: tuple[Any, ...]) -> TensorProperties:
+    *values, memory_format = kind
+    named = dict(zip(_KIND, values, strict=True))
+    return TensorProperties(**named, memory_format=getattr(torch, memory_format))
