@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 JOBS ?= 2
 PYTEST := -m pytest -n $(JOBS)
 
-.PHONY: demo test test-all clients lint types matrix mutants coverage docs bench clean setup megatron
+.PHONY: demo test test-all clients lint types matrix mutants coverage docs dist docs-shots bench clean setup megatron
 
 # The main job: train with PAO and CPU offload, save, resume in fresh ranks, compare every bit;
 # then the same job on the untouched megatron-core, which must fail.
@@ -69,6 +69,11 @@ types: .venv/.lint
 docs: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
 
+# Wheel and sdist in dist/, checked and installed in a clean environment. REPOSITORY=https://... makes
+# the README's links absolute, as a release needs them.
+dist: .venv/.package megatron
+	VIME_OPTIM_REPOSITORY=$(REPOSITORY) .ci/package dist
+
 bench: .venv/.setup
 	$(PY) -m benchmarks $(ARGS)
 
@@ -89,9 +94,9 @@ $(CACHE)/%/.fetched: | .venv/.setup
 	.venv/bin/pip install --quiet --no-compile --disable-pip-version-check $(TORCH) -e '.[test,clients,ray,bench]'
 	touch $@
 
-.venv/.lint .venv/.docs: .venv/.%: .venv/.setup
+.venv/.lint .venv/.docs .venv/.package: .venv/.%: .venv/.setup
 	.venv/bin/pip install --quiet --no-compile --disable-pip-version-check -e '.[$*]'
 	touch $@
 
 clean:
-	rm -rf .build .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis site *.egg-info
+	rm -rf .build dist .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis site *.egg-info

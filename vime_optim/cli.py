@@ -24,6 +24,7 @@ COMMANDS = {
     "import": "make a checkpoint from safetensors",
     "status": "install the fixes here and show what each one found",
     "doctor": "what was found on this machine, and what to do",
+    "patches": "list or write the fixes as diffs for one release of megatron-core",
 }
 _CHECKPOINT_COMMANDS = ("inspect", "diff", "repair", "export", "import")
 
@@ -124,11 +125,19 @@ def _doctor(parser: argparse.ArgumentParser) -> Run:
     return run_doctor
 
 
+def _patches(parser: argparse.ArgumentParser) -> Run:
+    from vime_optim.patch_files import add_patches_arguments, run_patches
+
+    add_patches_arguments(parser)
+    return run_patches
+
+
 _OWN_COMMANDS: dict[str, Callable[[argparse.ArgumentParser], Run]] = {
     "verify": _verify,
     "plan": _plan,
     "status": _status,
     "doctor": _doctor,
+    "patches": _patches,
 }
 
 
