@@ -18,7 +18,10 @@ from vime_optim.verify.command import OK_LINE
 
 Main = Callable[..., int]
 
-COMMANDS = {"verify", "plan", "inspect", "diff", "repair", "export", "import", "status", "doctor", "patches"}
+COMMANDS = {
+    *("verify", "plan", "inspect", "diff", "repair", "export", "import", "status", "doctor"),
+    "patches",
+}
 
 VERIFY_FLAGS = {
     *("--phase", "--dir", "--megatron", "--device", "--stock", "--json", "--timeout"),
