@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import io
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,13 +16,14 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, load, save
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
+from tests.memory import counted
 from vime_optim import installer
 from vime_optim.errors import CheckpointError
 from vime_optim.reshard import frames, reading, storage
+from vime_optim.reshard.coded import CodedShard, Read, load_shards
 from vime_optim.reshard.reading import BoxReader, Source
 from vime_optim.writer.fastfile import write_file
 
-ROOT = Path(__file__).resolve().parents[1]
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
 
 
@@ -265,66 +264,39 @@ def test_another_reader_is_left_alone(tmp_path: Path) -> None:
     assert not storage.is_understood(io.BytesIO())
 
 
-MEASURE = """
-import json, sys, threading, psutil, torch
-from vime_optim.reshard.coded import CodedShard, Read, load_shards
-from vime_optim.reshard.reading import Source
-path, count, numel = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-def shards(number, size):
-    made = []
-    for index in range(number):
-        shard = CodedShard(size, False)
-        source = Source(path, "key", torch.float32, 4 * index * size, (size,), (0,), (size,))
-        shard.reads.append(Read(source, (size,), (1,), 0))
-        made.append(shard)
-    return made
-codes = [torch.zeros(numel, dtype=torch.int16) for _ in range(count)]
-for code in codes:
-    code.fill_(1)
-def entries(made):
-    def take(code, value):
-        # In pieces, so that the code's own needs do not count.
-        for start in range(0, value.numel(), 1 << 16):
-            part = value[start : start + (1 << 16)].view(torch.int32) >> 16
-            code[start : start + part.numel()].copy_(part)
-    cpu = torch.device("cpu")
-    return [(s, cpu, lambda v, c=c: take(c, v)) for s, c in zip(made, codes)]
-load_shards(entries(shards(2, 1024)))  # what is loaded on first use is no tensor data
-process = psutil.Process()
-start = peak = process.memory_info().rss
-done = threading.Event()
-def sample():
-    global peak
-    while not done.wait(0.001):
-        peak = max(peak, process.memory_info().rss)
-thread = threading.Thread(target=sample)
-thread.start()
-load_shards(entries(shards(count, numel)))
-done.set()
-thread.join()
-exact = all(int(code[-1]) == (torch.tensor(float(i)).view(torch.int32) >> 16)
-            for i, code in enumerate(codes))
-print(json.dumps({"grown": peak - start, "exact": bool(exact)}))
-"""
-
-
 def test_coded_shards_take_the_memory_of_one(tmp_path: Path) -> None:
-    """Eight shards of 16 MiB as float32, sampled: 5% of the state and one shard, not eight."""
-    count, numel = 8, 4 << 20
-    with (tmp_path / "file").open("wb") as file:
+    """Eight shards of 4 MiB as float32: one of them and the reader's buffers, not eight."""
+    count, numel = 8, 1 << 20
+    path = tmp_path / "file"
+    with path.open("wb") as file:
         for number in range(count):
             file.write(torch.full((numel,), float(number)).numpy().tobytes())
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(tmp_path / "file"), str(count), str(numel)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
-    assert result["exact"]
+    codes = [torch.ones(numel, dtype=torch.int16) for _ in range(count)]
+
+    def shard(number: int) -> CodedShard:
+        made = CodedShard(numel, may_be_partial=False)
+        source = Source(
+            str(path), "key", torch.float32, 4 * number * numel, (numel,), (0,), (numel,)
+        )
+        made.reads.append(Read(source, (numel,), (1,), 0))
+        return made
+
+    def take(code: torch.Tensor, value: torch.Tensor) -> None:
+        # In pieces, so that the code's own needs do not count.
+        for start in range(0, numel, 1 << 16):
+            part = value[start : start + (1 << 16)].view(torch.int32) >> 16
+            code[start : start + part.numel()].copy_(part)
+
+    shards = [shard(number) for number in range(count)]
+    cpu = torch.device("cpu")
+    with counted() as memory:
+        load_shards((s, cpu, partial(take, c)) for s, c in zip(shards, codes, strict=True))
+    for number, code in enumerate(codes):
+        high = torch.tensor(float(number)).view(torch.int32) >> 16
+        assert (code == high).all()
     shard_bytes = 4 * numel
-    own_bytes = 2 * numel * count
-    assert result["grown"] <= shard_bytes + own_bytes // 20 + (2 << 20)
+    assert shard_bytes <= memory.peak_bytes <= shard_bytes + (2 << 20)
+    # What it would be without: every value at once.
+    with counted() as memory:
+        values = [torch.empty(numel) for _ in range(count)]
+    assert memory.peak_bytes >= count * shard_bytes == sum(v.nbytes for v in values)

@@ -216,33 +216,42 @@ def test_pipes_and_folders_are_not_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("wrong", "inspected"),
     [
-        {"shape": (1 << 60,)},
-        {"shape": (1 << 50, 1 << 50)},
-        {"shape": (5,)},
-        {"shape": (2, 2)},
-        {"offset": -1},
-        {"offset": 1 << 62},
-        {"length": 1 << 62},
-        {"length": 10},
-        {"length": -5},
-        {"offset": 7},
-        {"content": b""},
-        {"content": b"PK\x05\x06" + b"\0" * 18},
-        {"content": saved([1, 2])},
-        {"content": saved(torch.arange(8.0))},
+        # inspect reads no data: what only the data contradicts, diff and export find.
+        ({"shape": (1 << 60,)}, 0),
+        ({"shape": (1 << 50, 1 << 50)}, 0),
+        ({"shape": (5,)}, 0),
+        ({"shape": (2, 2)}, 0),
+        ({"length": 10}, 0),
+        ({"content": b""}, 0),
+        ({"content": b"PK\x05\x06" + b"\0" * 18}, 0),
+        ({"content": saved([1, 2])}, 0),
+        ({"content": saved(torch.arange(8.0))}, 0),
+        # A finding: the file is too short for it.
+        ({"offset": 7}, 1),
+        ({"offset": 1 << 62}, 1),
+        ({"length": 1 << 62}, 1),
+        # Metadata that is refused.
+        ({"offset": -1}, 2),
+        ({"length": -5}, 2),
     ],
 )
 def test_absurd_sizes(
-    wrong: dict[str, Any], tmp_path: Path, memory_peak: Any, capsys: pytest.CaptureFixture[str]
+    wrong: dict[str, Any],
+    inspected: int,
+    tmp_path: Path,
+    memory_peak: Any,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = write_checkpoint(tmp_path / "c", **wrong)
     with memory_peak(64 << 20):
         assert main(["diff", str(folder), str(folder)]) == 2
         assert main(["export", str(folder), "--model", "--out", str(tmp_path / "e")]) == 2
-        assert main(["inspect", str(folder)]) in (0, 1, 2)
-    assert "unexpectedly" not in capsys.readouterr().err
+        assert main(["inspect", str(folder)]) == inspected
+    output = capsys.readouterr()
+    assert "unexpectedly" not in output.err
+    assert ("no faults found" in output.out) == (inspected == 0)
 
 
 def test_chunks_with_gaps_and_overlaps(tmp_path: Path) -> None:

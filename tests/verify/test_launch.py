@@ -60,7 +60,6 @@ def test_a_relative_folder_of_any_name(
 def test_an_exception_is_reported_with_rank_and_traceback(
     launcher: ForkLauncher, tmp_path: Path
 ) -> None:
-    started = time.monotonic()
     with pytest.raises(RankFailure) as failure:
         launcher.run(TARGETS + "raise_on_one", world_size=3, payload={"rank": 1}, out=tmp_path)
 
@@ -68,17 +67,17 @@ def test_an_exception_is_reported_with_rank_and_traceback(
     assert failure.value.error_type == "LookupError"
     assert failure.value.message == "this rank has lost its way"
     assert "raise_on_one" in failure.value.traceback
-    assert time.monotonic() - started < 30
+    # The others waited at a barrier that never opens: they were ended, and left no result.
+    assert not (tmp_path / "rank0.json").exists()
 
 
 def test_a_killed_rank_ends_the_others(launcher: ForkLauncher, tmp_path: Path) -> None:
-    started = time.monotonic()
     with pytest.raises(RankFailure, match="signal 9") as failure:
         launcher.run(TARGETS + "die_on_one", world_size=2, payload={"rank": 1}, out=tmp_path)
 
     assert failure.value.rank == 1
     assert failure.value.error_type == "ProcessDied"
-    assert time.monotonic() - started < 30
+    assert not (tmp_path / "rank0.json").exists(), "the other was waited for to its end"
 
 
 def test_a_timeout_ends_ranks_and_their_children(launcher: ForkLauncher, tmp_path: Path) -> None:
@@ -95,7 +94,7 @@ def test_a_timeout_ends_ranks_and_their_children(launcher: ForkLauncher, tmp_pat
 
     seen = [int(path.name) for path in pids.iterdir()]
     assert len(seen) == 4
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while any(map(_alive, seen)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(_alive, seen))
