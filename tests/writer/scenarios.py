@@ -408,3 +408,9 @@ def kill_rank(**arguments: Any) -> None:
     from tests.writer import campaign
 
     campaign.kill_rank(**arguments)
+
+
+def joint(root: str, cases: list[dict[str, Any]]) -> dict[str, Any]:
+    from tests.writer import joint as module
+
+    return module.joint(root, cases)

@@ -14,7 +14,6 @@ Remove when: Megatron writes irregular shards itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,8 +21,16 @@ import torch
 from vime_optim.errors import CheckpointError
 from vime_optim.fixes.restore import write_slot
 from vime_optim.registry import Fix, Hit, Target, takes
-from vime_optim.reshard.engine import ParamState, build_param_state, finish_load, take_destinations
+from vime_optim.reshard import coded
+from vime_optim.reshard.engine import (
+    ParamState,
+    as_template,
+    build_param_state,
+    expect_load,
+    param_states,
+)
 from vime_optim.reshard.plan import compare_digests
+from vime_optim.reshard.taking import destinations_for, finish_load, give_back, lend
 
 
 def _wrap_build(original: Any, hit: Hit) -> Any:
@@ -38,36 +45,60 @@ def _wrap_build(original: Any, hit: Hit) -> Any:
 
 def _wrap_finish(original: Any, hit: Hit) -> Any:
     def load_parameter_state_from_fully_reshardable(self: Any, state_dict: Any) -> None:
-        destinations = take_destinations(self)
+        loaded = state_dict or {}
+        destinations = destinations_for(self, loaded)
         if destinations is None:
             # Whole tensors that did not come through our template, from a local checkpoint say.
             original(self, state_dict)
             return
         hit()
+        give_back(self)
 
         def write(slot: Any, value: torch.Tensor) -> None:
             write_slot(self, slot, value)
 
-        finish_load(destinations, state_dict or {}, write)
+        finish_load(destinations, loaded, write)
+        lend(self, loaded)
 
     return load_parameter_state_from_fully_reshardable
 
 
+def _wrap_update(original: Any, hit: Hit) -> Any:
+    def update(self: Any, *args: Any, **kwargs: Any) -> Any:
+        give_back(self)
+        return original(self, *args, **kwargs)
+
+    return update
+
+
+def _wrap_load(original: Any, hit: Hit) -> Any:
+    def load(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        for state in param_states(sharded_state_dict):
+            give_back(state.dist_opt)  # an earlier loaded state keeps its values
+            if state.is_loading:
+                expect_load(state)
+        return original(_as_templates(sharded_state_dict), *args, **kwargs)
+
+    return load
+
+
+def _as_templates(state: Any, depth: int = 5) -> Any:
+    """A state dict whose param states, built to be saved, can be loaded into."""
+    if isinstance(state, ParamState):
+        return state if state.is_loading else as_template(state)
+    if type(state) is not dict or not depth:
+        return state
+    changed = {key: _as_templates(value, depth - 1) for key, value in state.items()}
+    return changed if any(changed[key] is not state[key] for key in state) else state
+
+
 def _wrap_save(original: Any, hit: Hit) -> Any:
     def save(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        for state in _param_states(sharded_state_dict):
+        for state in param_states(sharded_state_dict):
             _compare_plans(state)
         return original(sharded_state_dict, *args, **kwargs)
 
     return save
-
-
-def _param_states(state: Any, depth: int = 5) -> Iterator[ParamState]:
-    if isinstance(state, ParamState):
-        yield state
-    elif isinstance(state, dict) and depth:
-        for value in state.values():
-            yield from _param_states(value, depth - 1)
 
 
 def _compare_plans(state: ParamState) -> None:
@@ -101,16 +132,21 @@ def _require_complete(planner: Any, plan: Any) -> None:
         key = item.dest_index.fqn
         read[key] = read.get(key, 0) + math.prod(item.lengths)
     may_differ = planner.allow_shape_mismatch_sharded_tensors or {}
+    may_be_absent = bool(getattr(planner, "allow_partial_load", False))
     for key, value in planner.state_dict.items():
         wanted = _numel(value)
-        if wanted is not None and key not in may_differ and read.get(key, 0) != wanted:
-            raise CheckpointError(
-                "the checkpoint holds a tensor only in part",
-                where=key,
-                got=f"{read.get(key, 0)} elements of this rank's share",
-                expected=f"{wanted} elements",
-                next_step="the checkpoint is incomplete: load another one; nothing was read",
-            )
+        if wanted is None or key in may_differ or read.get(key, 0) == wanted:
+            continue
+        if may_be_absent and key not in planner.metadata.state_dict_metadata:
+            _leave_as_it_is(value)  # the planner's decision: there is nothing of that name
+            continue
+        raise CheckpointError(
+            "the checkpoint holds a tensor only in part",
+            where=key,
+            got=f"{read.get(key, 0)} elements of this rank's share",
+            expected=f"{wanted} elements",
+            next_step="the checkpoint is incomplete: load another one; nothing was read",
+        )
 
 
 def _numel(value: Any) -> int | None:
@@ -124,10 +160,17 @@ def _numel(value: Any) -> int | None:
     return int(value.numel()) if type(value) is torch.Tensor else None
 
 
+def _leave_as_it_is(value: Any) -> None:
+    """Coded states are read when the optimizer takes them: there will be nothing to read."""
+    for part in getattr(value, "_local_shards", [value]):
+        sharded = getattr(part, "_sh_ten", None)
+        shard = coded.shard_of(getattr(sharded, "data", getattr(part, "tensor", None)))
+        if shard is not None:
+            shard.may_be_absent = True
+
+
 def _wrap_resolve(original: Any, hit: Hit) -> Any:
     def resolve_tensor(self: Any, read_item: Any) -> Any:
-        from vime_optim.reshard import coded
-
         return coded.with_memory(self, original(self, read_item))
 
     return resolve_tensor
@@ -135,8 +178,6 @@ def _wrap_resolve(original: Any, hit: Hit) -> Any:
 
 def _wrap_parallel_load(original: Any, hit: Hit) -> Any:
     def apply_loading_parallelization(self: Any, sharded_state_dict: Any) -> Any:
-        from vime_optim.reshard import coded
-
         distribution = original(self, sharded_state_dict)
         if distribution is not None:
             coded.give_shared_shards_memory(sharded_state_dict, distribution)
@@ -184,6 +225,16 @@ FIXES = (
                 "save",
                 _wrap_save,
                 takes("sharded_state_dict"),
+            ),
+            Target(
+                "megatron.core.dist_checkpointing.serialization",
+                "load",
+                _wrap_load,
+                takes("sharded_state_dict"),
+            ),
+            *(
+                Target(_OPTIMIZER, f"DistributedOptimizer.{name}", _wrap_update, optional=True)
+                for name in ("step_with_ready_grads", "reload_model_params")
             ),
             Target(
                 _TORCH_STRATEGY,

@@ -6,8 +6,10 @@ Cause: the default is a format that Megatron itself dropped, and nothing tells t
 Changes: the type is settled once, where a sharded state dict is asked for, so that it reaches the
 key prefixes of ChainedOptimizer; save() records it in the content metadata; load() rebuilds the
 state dict when the checkpoint records another type than the caller asked for; Megatron's own
-training code builds its metadata with it, log line included.
-Leaves alone: Megatron-FSDP; every other combination of optimizer and format.
+training code builds its metadata with it, log line included. A save that one rank cannot build is
+refused by all of them in save(), and not by this rank alone before it.
+Leaves alone: Megatron-FSDP; local checkpoints, which take no fully_reshardable (the fix `local`);
+every other combination of optimizer and format.
 Remove when: Megatron enforces or fixes the combination itself.
 """
 
@@ -21,6 +23,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 from vime_optim import settings
 from vime_optim.errors import CheckpointError, OptimizerStateError
 from vime_optim.registry import Fix, Hit, Target, takes
@@ -28,24 +32,78 @@ from vime_optim.registry import Fix, Hit, Target, takes
 TYPE_KEY = "distrib_optim_sharding_type"
 RECORD_KEY = "param_state_sharding_type"
 FULLY = "fully_reshardable"
+DP = "dp_reshardable"
 DEAD = "fully_sharded_model_space"
 """Megatron's default type; its flattened ranges were dropped before 0.15."""
+
+NOT_FULLY = "_vime_optim_not_fully"
+"""Set on an optimizer that fully_reshardable was found unable to describe."""
 
 _FROZEN_AT_START = 1000
 """More than Python 3.12 freezes by itself (375 objects); a user's gc.freeze() takes 100,000."""
 
 logger = logging.getLogger("vime_optim")
-_inside = threading.local()
 _warned = False
 
 
 class ShardedOptimizerState(dict[Any, Any]):
-    """What sharded_state_dict(is_loading=True) gave, able to be built anew for another type."""
+    """What sharded_state_dict() gave, able to be built anew, for another type or for loading.
 
+    Attributes:
+        owner: the optimizer that was asked, as Megatron's DistributedOptimizer.
+        requested: the type that the caller asked for, None for Megatron's default.
+        sharding_type: the type that was built.
+        is_loading: whether it was built to be loaded into.
+        rebuild: builds it with (sharding type, is_loading).
+        refusal: why Megatron cannot build a template of this type for this model; matters if the
+            checkpoint is of it.
+    """
+
+    owner: Any
+    requested: str | None
     sharding_type: str
-    rebuild: Callable[[str], dict[Any, Any]]
-    refusal: Exception | None = None
-    """Why Megatron cannot build this type for this model; matters if the checkpoint is of it."""
+    is_loading: bool
+    rebuild: Callable[[str, bool], dict[Any, Any]]
+    refusal: BaseException | None = None
+
+
+class RefusedState(dict[Any, Any]):
+    """In place of a state dict to save that this rank could not build.
+
+    save() raises on every rank for it; raised here, the others would wait in save() for ever. For
+    all else it is as if the error had only now been raised.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error = error
+
+    def _raise(self, *args: Any, **kwargs: Any) -> Any:
+        raise self.error
+
+    __getitem__ = __setitem__ = __iter__ = __len__ = __contains__ = __reduce_ex__ = _raise
+    __or__ = __ror__ = __eq__ = get = items = keys = values = copy = pop = update = _raise
+
+
+class _Thread(threading.local):
+    inside = False
+    """Within the outermost sharded_state_dict()."""
+    takes_any_type = True
+    """False while what is built goes where fully_reshardable is not taken."""
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def keeping_the_type() -> Iterator[None]:
+    """In this block a save keeps the sharding type that it asks for."""
+    before = _thread.takes_any_type
+    _thread.takes_any_type = False
+    try:
+        yield
+    finally:
+        _thread.takes_any_type = before
 
 
 def settle_type(config: Any, requested: str | None, is_loading: bool) -> str:
@@ -54,6 +112,8 @@ def settle_type(config: Any, requested: str | None, is_loading: bool) -> str:
     Raises:
         OptimizerStateError: the policy is 'error' and a save asks for another type.
     """
+    if not _thread.takes_any_type:
+        return DP if requested in (None, DEAD) else str(requested)
     if requested is None or (requested == DEAD and not is_loading):
         return FULLY
     if is_loading or requested in (FULLY, "fsdp_dtensor") or not needs_fully(config):
@@ -99,42 +159,61 @@ def _wrap_sharded_state_dict(original: Any, hit: Hit) -> Any:
     def sharded_state_dict(
         self: Any, model_sharded_state_dict: Any, is_loading: bool = False, *args: Any, **kw: Any
     ) -> Any:
-        if getattr(_inside, "yes", False):
+        if _thread.inside:
             return original(self, model_sharded_state_dict, is_loading, *args, **kw)
-        bound = _bind(original, self, model_sharded_state_dict, is_loading, *args, **kw)
+        bound = bind(original, self, model_sharded_state_dict, is_loading, *args, **kw)
         metadata = dict(bound.get("metadata") or {})
         requested = bound.pop("sharding_type", None) or metadata.get(TYPE_KEY)
-        config = getattr(self, "config", None)
         hit()
 
-        def build(sharding_type: str) -> Any:
-            bound["metadata"] = {**metadata, TYPE_KEY: sharding_type}
-            _inside.yes = True
+        def build(sharding_type: str, loads: bool) -> Any:
+            bound.update(metadata={**metadata, TYPE_KEY: sharding_type}, is_loading=loads)
+            _thread.inside = True
             try:
                 with _collecting_new_garbage_only():
-                    return original(**bound)
+                    made = original(**bound)
             finally:
-                _inside.yes = False
+                _thread.inside = False
+            return described(made, sharding_type, loads)
 
-        chosen = settle_type(config, requested, is_loading)
-        if not is_loading:
-            return build(chosen)
-        # The checkpoint may well be of another type (a save was made fully_reshardable), and then
-        # this one need not be possible: dp_reshardable refuses small buckets on some ranks (F22).
-        refusal = None
+        def described(made: Any, sharding_type: str, loads: bool) -> Any:
+            if not isinstance(made, dict):
+                return made
+            state = ShardedOptimizerState(made)
+            state.owner, state.requested, state.rebuild = self, requested, build
+            state.sharding_type, state.is_loading = sharding_type, loads
+            return state
+
+        chosen = _settled(self, requested, is_loading)
         try:
-            result = build(chosen)
-        except Exception as error:
-            if chosen == FULLY:
+            return build(chosen, is_loading)
+        except (Exception, KeyboardInterrupt) as error:
+            if not is_loading:
+                if _is_alone():
+                    raise
+                return RefusedState(error)
+            # The checkpoint may well be of another type (a save was made fully_reshardable), and
+            # then this one need not be possible: dp_reshardable refuses small buckets on some
+            # ranks (F22).
+            if chosen == FULLY or not isinstance(error, Exception):
                 raise
-            result, refusal = {}, error
-        if not isinstance(result, dict):
-            return result
-        state = ShardedOptimizerState(result)
-        state.sharding_type, state.rebuild, state.refusal = chosen, build, refusal
-        return state
+            state = described({}, chosen, True)
+            state.refusal = error
+            return state
 
     return sharded_state_dict
+
+
+def _settled(optimizer: Any, requested: str | None, is_loading: bool) -> str:
+    chosen = settle_type(getattr(optimizer, "config", None), requested, is_loading)
+    if chosen == FULLY and not is_loading and optimizer.__dict__.get(NOT_FULLY):
+        return DP
+    return chosen
+
+
+def _is_alone() -> bool:
+    distributed = torch.distributed
+    return not distributed.is_initialized() or distributed.get_world_size() == 1
 
 
 @contextlib.contextmanager
@@ -154,7 +233,7 @@ def _collecting_new_garbage_only() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _bind(function: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+def bind(function: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Arguments by name, with those of **kwargs beside the others."""
     signature = inspect.signature(function)
     bound = dict(signature.bind(*args, **kwargs).arguments)
@@ -175,51 +254,69 @@ def recorded_types(state: Any, depth: int = 4) -> Iterator[str]:
         yield from recorded_types(value, depth - 1)
 
 
-def _wrap_save(original: Any, hit: Hit) -> Any:
-    def save(*args: Any, **kwargs: Any) -> Any:
-        hit()
-        bound = _bind(original, *args, **kwargs)
-        types = set(recorded_types(bound["sharded_state_dict"]))
-        content = bound.get("content_metadata")
-        if FULLY in types and (content or {}).get(TYPE_KEY) != FULLY:
-            bound["content_metadata"] = {**(content or {}), TYPE_KEY: FULLY}
-        return original(**bound)
-
-    return save
-
-
 def _wrap_load(original: Any, hit: Hit) -> Any:
     def load(*args: Any, **kwargs: Any) -> Any:
         hit()
-        bound = _bind(original, *args, **kwargs)
-        templates = list(_templates(bound["sharded_state_dict"]))
-        if templates:
-            saved = _type_of_checkpoint(str(bound["checkpoint_dir"]))
-            for parent, key, state in templates:
-                if saved is not None and saved != state.sharding_type:
-                    logger.warning(
-                        "vime_optim: the checkpoint is %s, not %s as asked; loading it as it is",
-                        saved,
-                        state.sharding_type,
-                    )
-                    parent[key] = state.rebuild(saved)
-                elif state.refusal is not None:
-                    raise state.refusal
+        bound = bind(original, *args, **kwargs)
+        found = list(optimizer_states(bound["sharded_state_dict"]))
+        if found:
+            bound["sharded_state_dict"] = fitting(
+                bound["sharded_state_dict"],
+                found,
+                _type_of_checkpoint(str(bound["checkpoint_dir"])),
+            )
         return original(**bound)
 
     return load
 
 
-def _templates(
-    state: Any, depth: int = 4
-) -> Iterator[tuple[dict[Any, Any], Any, ShardedOptimizerState]]:
-    if depth == 0 or not isinstance(state, dict):
-        return
-    for key, value in list(state.items()):
-        if isinstance(value, ShardedOptimizerState):
-            yield state, key, value
-        else:
-            yield from _templates(value, depth - 1)
+def fitting(template: dict[Any, Any], found: list[FoundState], saved: str | None) -> dict[Any, Any]:
+    """The template with the optimizer states of the type `saved`, built to be loaded into.
+
+    Raises:
+        Exception: of Megatron, when it cannot build the type for this model.
+    """
+    for path, state in found:
+        wanted = saved or state.sharding_type
+        if wanted != state.sharding_type:
+            logger.warning(
+                "vime_optim: the checkpoint is %s, not %s as asked; loading it as it is",
+                saved,
+                state.sharding_type,
+            )
+        elif state.refusal is not None:
+            raise state.refusal
+        if wanted != state.sharding_type or not state.is_loading:
+            template = replaced(template, path, state.rebuild(wanted, True))
+    return template
+
+
+FoundState = tuple[tuple[Any, ...], ShardedOptimizerState]
+"""The keys that lead to an optimizer's state in a state dict, and the state."""
+
+
+def optimizer_states(
+    state: Any, path: tuple[Any, ...] = (), depth: int = 4
+) -> Iterator[FoundState]:
+    """Where a caller put what sharded_state_dict() gave it.
+
+    Raises:
+        BaseException: of the rank that could not build one.
+    """
+    if isinstance(state, RefusedState):
+        raise state.error
+    if isinstance(state, ShardedOptimizerState):
+        yield path, state
+    elif isinstance(state, dict) and depth:
+        for key, value in list(state.items()):
+            yield from optimizer_states(value, (*path, key), depth - 1)
+
+
+def replaced(state: dict[Any, Any], path: tuple[Any, ...], value: Any) -> Any:
+    """A state dict with another value at `path`; the caller's own stays as it is."""
+    if not path:
+        return value
+    return {**state, path[0]: replaced(state[path[0]], path[1:], value)}
 
 
 def _type_of_checkpoint(directory: str) -> str | None:
@@ -275,12 +372,6 @@ FIXES = (
                 "ChainedOptimizer.sharded_state_dict",
                 _wrap_sharded_state_dict,
                 takes("model_sharded_state_dict", "is_loading"),
-            ),
-            Target(
-                _SERIALIZATION,
-                "save",
-                _wrap_save,
-                takes("sharded_state_dict", "checkpoint_dir", "content_metadata"),
             ),
             Target(
                 _SERIALIZATION, "load", _wrap_load, takes("sharded_state_dict", "checkpoint_dir")

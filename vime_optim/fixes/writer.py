@@ -173,9 +173,10 @@ def _wrap_get_save_function(original: Any, hit: Hit) -> Any:
 def _wrap_execute_sync(original: Any, hit: Hit) -> Any:
     @functools.wraps(original)
     def execute_sync(self: Any) -> None:
-        from vime_optim.writer import task
+        from vime_optim.writer import agreement, task
 
         hit()
+        agreement.point()  # all have planned, and none writes when one could not
         with task.written_here():
             original(self)
 

@@ -42,6 +42,7 @@ class CodedShard:
         buffer: the value on the host, where it had to be given memory; else None.
         reads: what is to be read into the value.
         may_be_partial: the checkpoint may lack elements, which are zero then (a padded vocabulary).
+        may_be_absent: the checkpoint may lack all of it, and the state stays as it is then.
     """
 
     def __init__(self, numel: int, may_be_partial: bool) -> None:
@@ -49,6 +50,7 @@ class CodedShard:
         self.buffer: torch.Tensor | None = None
         self.reads: list[Read] = []
         self.may_be_partial = may_be_partial
+        self.may_be_absent = False
         _SHARDS[self.placeholder.untyped_storage()._cdata] = self
 
     @property
@@ -86,9 +88,12 @@ class CodedShard:
         boxes.drain()
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Give the memory back. What was loaded may be taken again: the reads stay noted."""
         self.buffer = None
-        self.reads = []
+
+    @property
+    def is_absent(self) -> bool:
+        return self.may_be_absent and self.buffer is None and not self.reads
 
 
 # By the identity of the placeholder's storage, which every view of it shares.
@@ -143,7 +148,10 @@ def load_shards(
     Args:
         shards: each with the device of its code, and what takes its value (1-D float32).
     """
-    ordered = sorted(shards, key=lambda entry: min(map(_position, entry[0].reads), default=("", 0)))
+    present = [entry for entry in shards if not entry[0].is_absent]
+    ordered = sorted(
+        present, key=lambda entry: min(map(_position, entry[0].reads), default=("", 0))
+    )
     memory = _Memory((shard.numel, device) for shard, device, _ in ordered if shard.buffer is None)
     total_bytes = sum(read.source.nbytes for shard, _, _ in ordered for read in shard.reads)
     with BoxReader(total_bytes) as boxes:

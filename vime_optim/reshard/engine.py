@@ -7,8 +7,7 @@ shard at a time (coded.py). No tensor crosses ranks, except for a parameter that
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,8 +15,7 @@ import torch
 
 from vime_optim.backends.kinds import MASTER
 from vime_optim.backends.slots import Slot, slots_of
-from vime_optim.errors import PlanError
-from vime_optim.reshard.coded import CodedShard, load_shards
+from vime_optim.reshard.coded import CodedShard
 from vime_optim.reshard.layout import ParamLayout, param_layouts
 from vime_optim.reshard.lazy import LazyValue
 from vime_optim.reshard.plan import (
@@ -32,19 +30,46 @@ from vime_optim.reshard.plan import (
 )
 
 PREFIX = "optimizer.state"
-_PLAN = "_vime_optim_destinations"
+DESTINATIONS = "_vime_optim_destinations"
+"""Attribute of an optimizer: where what is loaded belongs, from its last template on."""
+TAKEN = "_vime_optim_destinations_taken"
+"""Set once the optimizer has taken what was loaded."""
 
 
 class ParamState(dict[int, Any]):
-    """Param state as Megatron takes it, with what the ranks must agree on before writing it."""
+    """Param state as Megatron takes it, with what the ranks must agree on before writing it.
+
+    Attributes:
+        plan: what this rank writes, or reads.
+        dist_opt: the DistributedOptimizer.
+        destinations: by (parameter number, state name); for what is to be saved these are sources.
+    """
 
     plan: SavePlan | LoadPlan
-    group: Any
-    """The data-parallel process group that shares this optimizer."""
+    dist_opt: Any
+    destinations: dict[tuple[int, str], Destination]
+
+    @property
+    def group(self) -> Any:
+        """The data-parallel process group that shares this optimizer."""
+        return self.dist_opt.data_parallel_group
+
+    @property
+    def is_loading(self) -> bool:
+        return isinstance(self.plan, LoadPlan)
 
     @property
     def digest(self) -> str:
         return digest(self.plan)
+
+
+def param_states(state: Any, depth: int = 6) -> Iterator[ParamState]:
+    """Every ParamState in a state dict, in whatever place the caller put the optimizer."""
+    if isinstance(state, ParamState):
+        yield state
+    elif isinstance(state, dict) and depth:
+        for value in list(state.values()):
+            yield from param_states(value, depth - 1)
 
 
 @dataclass
@@ -103,10 +128,43 @@ def build_param_state(dist_opt: Any, model_sharded_state_dict: Any, is_loading: 
         if entry:
             state[layout.index] = entry
     state.plan = _checked_plan(pieces, keys, wanted, is_loading)
-    state.group = dist_opt.data_parallel_group
+    state.dist_opt, state.destinations = dist_opt, destinations
     if is_loading:
-        setattr(dist_opt, _PLAN, destinations)
+        expect_load(state)
     return state
+
+
+def expect_load(state: ParamState) -> None:
+    """Make this template the one that its optimizer takes what is loaded from."""
+    for destination in state.destinations.values():
+        if destination.coded is not None:
+            destination.coded.reads.clear()  # of an earlier load with the same template
+    setattr(state.dist_opt, DESTINATIONS, state.destinations)
+    state.dist_opt.__dict__.pop(TAKEN, None)
+
+
+def as_template(state: ParamState) -> ParamState:
+    """The same param state, which was built to be saved, as one to load into."""
+    template = ParamState(state)
+    template.dist_opt = state.dist_opt
+    template.plan = LoadPlan(state.plan.rank, state.plan.pieces, state.plan.keys)
+    template.destinations = {}
+    for (index, name), source in state.destinations.items():
+        destination = source
+        if not source.is_gathered and source.flat is None:
+            assert source.slot is not None
+            destination = _destination(source.layout, source.slot, is_loading=True)
+            assert destination.flat is not None
+            entry = {}
+            for number, sharded in state[index][name].items():
+                value = sharded.data
+                view = destination.flat[value.start : value.start + value.numel()]
+                destination.views[number] = view.view(value.shape)
+                entry[number] = replace(sharded, data=destination.views[number])
+            template[index] = {**template[index], name: entry}
+        template.destinations[index, name] = destination
+    expect_load(template)
+    return template
 
 
 def _keys(layout: ParamLayout, names: tuple[str, ...]) -> list[KeyInfo]:
@@ -212,9 +270,9 @@ def _gathered_entry(
         slot = slots.get(name)
         if is_loading:
             flat = torch.empty(layout.numel, dtype=torch.float32, device="cpu")
-            destinations[layout.index, name] = Destination(layout, slot, flat)
         else:
             flat = _gather(dist_opt, layout, slot)
+        destinations[layout.index, name] = Destination(layout, slot, flat)
         changes: dict[str, Any] = {
             "key": f"{PREFIX}.{name}.{layout.base.key}",
             "data": flat.view(layout.param.shape),
@@ -236,71 +294,3 @@ def _gather(dist_opt: Any, layout: ParamLayout, slot: Slot | None) -> torch.Tens
         bits[layout.start : layout.end] = slot.read().view(torch.int32).to(bits.device)
     torch.distributed.all_reduce(bits, group=dist_opt.data_parallel_group)
     return bits.view(torch.float32).cpu()
-
-
-def take_destinations(dist_opt: Any) -> dict[tuple[int, str], Destination] | None:
-    """The destinations of the last load template of this optimizer, once; None without one."""
-    taken: dict[tuple[int, str], Destination] | None = dist_opt.__dict__.pop(_PLAN, None)
-    return taken
-
-
-@torch.no_grad()
-def finish_load(
-    destinations: Mapping[tuple[int, str], Destination], loaded: Mapping[int, Any], write: Any
-) -> None:
-    """Bring what was loaded into the optimizer: mostly it is there already; read coded states now.
-
-    Args:
-        loaded: param state as dist_checkpointing.load returned it.
-        write: called as write(slot, value) for states that must be encoded.
-
-    Raises:
-        PlanError: a piece is missing from `loaded` or has another size.
-        CheckpointError: a file cannot be read.
-    """
-    coded = []
-    for (index, name), destination in destinations.items():
-        found = (loaded.get(index) or {}).get(name)
-        slot, layout = destination.slot, destination.layout
-        if destination.is_gathered:
-            if slot is not None:
-                whole = _whole(found, destination, name)
-                write(slot, whole[layout.start : layout.end])
-            continue
-        for number, view in destination.views.items():
-            piece = found.get(number) if isinstance(found, dict) else None
-            _into(destination, view, piece, name)
-        assert slot is not None  # a cut parameter has a destination only where it is owned
-        if destination.coded is None:
-            slot.settle()
-        else:
-            coded.append((destination.coded, slot.device, functools.partial(write, slot)))
-    load_shards(coded)
-
-
-def _whole(found: Any, destination: Destination, name: str) -> torch.Tensor:
-    layout = destination.layout
-    if not isinstance(found, torch.Tensor) or found.numel() != layout.numel:
-        raise _missing(layout, name, found)
-    return found.reshape(-1)
-
-
-def _into(destination: Destination, view: torch.Tensor, tensor: Any, name: str) -> None:
-    if not isinstance(tensor, torch.Tensor) or tensor.numel() != view.numel():
-        raise _missing(destination.layout, name, tensor)
-    if destination.coded is not None:
-        if tensor.device.type == "meta":
-            return  # a placeholder still: its reads are noted
-        view = destination.coded.real(view)
-    if tensor.device != view.device or tensor.data_ptr() != view.data_ptr():
-        view.copy_(tensor.view(view.shape))
-
-
-def _missing(layout: ParamLayout, name: str, found: Any) -> PlanError:
-    return PlanError(
-        "a piece of optimizer state was not loaded",
-        where=f"{name} of {layout.name}, elements [{layout.start}, {layout.end})",
-        got=tuple(found.shape) if isinstance(found, torch.Tensor) else "nothing",
-        expected="the pieces that this rank asked for",
-        next_step="check the checkpoint with `vime-optim inspect`",
-    )

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vime_optim.errors import VimeOptimError, WriterError
+from vime_optim.errors import WriterError
+from vime_optim.writer.agreement import agree, describe
 from vime_optim.writer.fastfile import FileRecord, digest_file
 from vime_optim.writer.manifest import MANIFEST_NAME, Item, Manifest, amend, sync_directory
 from vime_optim.writer.task import RecordedResult
@@ -23,58 +24,6 @@ from vime_optim.writer.task import RecordedResult
 _PROBE_NAME = ".vime_optim_probe"
 _COMMIT_FILES = ("metadata.json", MANIFEST_NAME, ".metadata")  # in the order of removal
 _PROBE_BYTES = 4096
-
-
-def agree(
-    error: str | None,
-    what: str,
-    where: str,
-    group: Any = None,
-    kind: type[VimeOptimError] = WriterError,
-    next_step: str | None = None,
-) -> None:
-    """Collective: raise `kind` on every rank when any rank has an error; costs one integer.
-
-    Args:
-        error: this rank's error, None when it has none.
-        what, where, next_step: parts of the exception; the errors go into its `got`.
-        group: the ranks that take part; None: all.
-    """
-    distributed = torch.distributed.is_initialized()
-    if not distributed:
-        if error is not None:
-            raise kind(what, where=where, got=error, next_step=next_step)
-        return
-    backend = str(torch.distributed.get_backend(group))
-    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else "cpu"
-    failed = torch.tensor([int(error is not None)], dtype=torch.int, device=device)
-    torch.distributed.all_reduce(failed, group=group)
-    if not int(failed.item()):
-        return
-    errors: list[Any] = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(
-        errors, None if error is None else (torch.distributed.get_rank(), error), group=group
-    )
-    raise kind(what, where=where, got=_summary(e for e in errors if e), next_step=next_step)
-
-
-def _summary(errors: Iterable[tuple[int, str]]) -> str:
-    """'rank 1: ...; rank 3: ...', equal texts together."""
-    ranks_of: dict[str, list[int]] = {}
-    for rank, text in errors:
-        ranks_of.setdefault(text, []).append(rank)
-    parts = []
-    for text, ranks in ranks_of.items():
-        shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-        parts.append(f"rank{'s' if len(ranks) > 1 else ''} {shown}: {text}")
-    return "; ".join(parts)
-
-
-def describe(error: BaseException) -> str:
-    """One line on an exception, with the file it concerns."""
-    text = error.what if isinstance(error, VimeOptimError) else f"{type(error).__name__}: {error}"
-    where = getattr(error, "where", None) or getattr(error, "filename", None)
-    return text if not where or str(where) in text else f"{text} ({where})"
 
 
 class SaveSession:
@@ -141,7 +90,7 @@ class SaveSession:
         """Run a step that only this rank takes; its exception waits for the next `agree`."""
         try:
             return step()
-        except Exception as error:
+        except BaseException as error:  # a KeyboardInterrupt too: the others wait in `agree`
             self.error = self.error or describe(error)
             return None
 
@@ -198,8 +147,9 @@ def rank0_step(session: SaveSession, name: str, step: Callable[[], Any]) -> Any:
     if session.error is not None:
         return None
     result = session.guarded(step)
-    if session.error is None and name == "metadata.json":
-        session.guarded(lambda: _after_commit(session))
+    if name == "metadata.json":
+        if session.error is None:
+            session.guarded(lambda: _after_commit(session))
         if session.error is not None:
             (Path(session.directory) / name).unlink(missing_ok=True)
     return result
@@ -228,7 +178,7 @@ def finalize(
         # An exception here would be the coordinator's alone and leave the others in a broadcast.
         try:
             commit(*args, **kwargs)
-        except Exception as error:
+        except BaseException as error:
             errors.append(describe(error))
 
     writer.finish = finish

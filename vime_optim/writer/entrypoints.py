@@ -7,8 +7,21 @@ import inspect
 from types import ModuleType
 from typing import Any
 
-from vime_optim.probe import missing_parameters
-from vime_optim.registry import NEEDED, Diagnosis, Hit, Target, Wrap, not_understood
+from vime_optim.errors import CheckpointError, WriterError
+from vime_optim.probe import missing_parameters, source_of
+from vime_optim.registry import (
+    NEEDED,
+    Diagnosis,
+    Hit,
+    Target,
+    Wrap,
+    fixed_upstream,
+    not_understood,
+)
+
+_NOT_SAVED = "the checkpoint was not saved, as a rank failed"
+_NOT_LOADED = "the checkpoint was not loaded, as a rank failed"
+_LOAD_AGAIN = "the model may be half loaded: load this or an older checkpoint before going on"
 
 
 def _wrap_save(original: Any, hit: Hit) -> Any:
@@ -18,20 +31,23 @@ def _wrap_save(original: Any, hit: Hit) -> Any:
         directory = str(signature.bind(*args, **kwargs).arguments["checkpoint_dir"])
         if directory.startswith("msc://"):
             return original(*args, **kwargs)
-        from vime_optim.writer import commit
+        from vime_optim.writer import agreement, commit
 
         hit()
-        session = commit.open_session(directory)
-        try:
-            request = original(*args, **kwargs)
-        except BaseException:
-            commit.abandon_session(session)
-            raise
-        close = functools.partial(commit.close_session, session)
-        if request is None:
-            close()
-        else:
-            request.add_finalize_fn(close)
+        operation = agreement.Operation(_NOT_SAVED, directory, WriterError)
+        with agreement.together(operation):
+            session = commit.open_session(directory)
+            try:
+                request = original(*args, **kwargs)
+                close = functools.partial(commit.close_session, session)
+                if request is None:
+                    close()
+                else:
+                    request.add_finalize_fn(close)
+                    operation.check()
+            except BaseException:
+                commit.abandon_session(session)
+                raise
         return request
 
     return save
@@ -41,20 +57,66 @@ def _wrap_load(original: Any, hit: Hit) -> Any:
     signature = inspect.signature(original)
 
     def load(*args: Any, **kwargs: Any) -> Any:
-        from vime_optim.writer import guard, loadcheck
+        from vime_optim.writer import agreement, guard, loadcheck, loading
 
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         directory = str(bound.arguments["checkpoint_dir"])
         guard.before_update(None)  # DCP reads into the very tensors that a save may be writing
-        if not directory.startswith("msc://"):
-            hit()
-            everybody = bool(bound.arguments.get("validate_access_integrity", True))
-            alone = bound.arguments.get("process_group") is not None or not everybody
+        if directory.startswith("msc://"):
+            return original(*args, **kwargs)
+        hit()
+        # Without validation Megatron's load has no collective, and any rank may call it alone.
+        everybody = bool(bound.arguments.get("validate_access_integrity", True))
+        alone = bound.arguments.get("process_group") is not None or not everybody
+        operation = None
+        if not alone:
+            operation = agreement.Operation(_NOT_LOADED, directory, CheckpointError, _LOAD_AGAIN)
+        template = bound.arguments["sharded_state_dict"]
+        with loading.into(template, directory, operation), agreement.together(operation):
             loadcheck.check_before_load(directory, collective=not alone)
-        return original(*args, **kwargs)
+            loaded = original(*args, **kwargs)
+            agreement.point()
+        return loaded
 
     return load
+
+
+def _wrap_collective(original: Any, hit: Hit) -> Any:
+    """A function of Megatron that begins with a collective: not entered when a rank has failed."""
+
+    @functools.wraps(original)
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        from vime_optim.writer import agreement
+
+        agreement.point()
+        return original(*args, **kwargs)
+
+    return collective
+
+
+def _wrap_template(original: Any, hit: Hit) -> Any:
+    """Turns a template into what torch reads into, which up to 0.18 all ranks do together."""
+
+    @functools.wraps(original)
+    def mcore_to_pyt_state_dict(*args: Any, **kwargs: Any) -> Any:
+        from vime_optim.writer import agreement
+
+        made = original(*args, **kwargs)
+        if kwargs.get("is_loading", args[1] if len(args) > 1 else False):
+            agreement.point()
+        return made
+
+    return mcore_to_pyt_state_dict
+
+
+def _diagnose_template(module: ModuleType, original: Any) -> Diagnosis:
+    reason = missing_parameters(original, "is_loading")
+    if reason:
+        return not_understood(reason)
+    if "no_dist=True" in source_of(module.TorchDistLoadShardedStrategy.load):
+        return fixed_upstream("each rank reads by itself")
+    return NEEDED
 
 
 def _wrap_rank0_step(name: str) -> Wrap:
@@ -101,4 +163,31 @@ def commit_targets() -> tuple[Target, ...]:
         target(common, "TorchCommonSaveStrategy.save_common", _wrap_rank0_step("common.pt"), True),
         target(common, "save_common", _wrap_rank0_step("common.pt"), True),
         target("validation", "save_integrity_manifest", _wrap_rank0_step("integrity.json"), True),
+        *_collective_targets(package),
+    )
+
+
+def _collective_targets(package: str) -> tuple[Target, ...]:
+    """Where Megatron's ranks wait for one another in the course of a save or a load."""
+    collectives = (
+        ("validation", "determine_global_metadata"),
+        ("exchange_utils", "determine_main_replica_uniform_distribution"),
+        ("exchange_utils", "exchange_by_distribution"),
+        ("exchange_utils", "exchange_loaded_objects_gather_object"),
+        ("strategies.state_dict_saver", "save_state_dict_async_plan"),
+        ("strategies.state_dict_saver", "verify_global_md_reuse"),
+    )
+    nvrx = "nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver"
+    return (
+        *(Target(f"{package}.{module}", name, _wrap_collective) for module, name in collectives),
+        *(
+            Target(nvrx, name, _wrap_collective, optional=True)
+            for name in ("save_state_dict_async_plan", "verify_global_md_reuse")
+        ),
+        Target(
+            f"{package}.strategies.torch",
+            "mcore_to_pyt_state_dict",
+            _wrap_template,
+            _diagnose_template,
+        ),
     )

@@ -15,7 +15,7 @@ import torch
 
 from vime_optim import installer, settings
 from vime_optim.errors import CheckpointError
-from vime_optim.writer.commit import agree, describe
+from vime_optim.writer.agreement import agree, describe
 from vime_optim.writer.manifest import (
     MANIFEST_NAME,
     Manifest,

@@ -84,7 +84,7 @@ def preload(trainer_pid: int, stage: Callable[[], list[WriteBucket]]) -> Any:
         return buckets
     try:
         buckets = stage()
-    except Exception as error:
+    except BaseException as error:  # a KeyboardInterrupt too: other ranks wait for this one
         return PreloadFailed(f"staging the tensors failed: {type(error).__name__}: {error}")
     if os.getpid() != trainer_pid:
         _release_sources(stage, buckets)
@@ -128,7 +128,7 @@ def run(trainer_pid: int, rank: int, write_buckets: Any, channel: ResultChannel)
 def _run(rank: int, write_buckets: Any, channel: ResultChannel) -> None:
     try:
         result: Any = _write_all(write_buckets, channel)
-    except Exception as error:
+    except BaseException as error:
         result = _as_error(rank, error)
     # Staged copies are let go of. What was not staged is the request's own, which may be executed
     # again after a failure. In a child forked after CUDA started, freeing pinned copies is a CUDA

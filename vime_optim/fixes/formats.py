@@ -1,0 +1,225 @@
+"""A save is of a format that can hold it, and that its reader takes.
+
+Symptom: fully_reshardable fails where some of the layers (or experts) that share a key are frozen,
+in the middle of planning; local checkpoints refuse fully_reshardable; a checkpoint whose rank 0 has
+no optimizer does not say of which type the others' is.
+Cause: a tensor of which a part has no state cannot be described; Megatron's local checkpoints hold
+each rank's own shards; rank 0 alone writes what a checkpoint says of itself.
+Changes: save() finds out from one number a rank whether the tensors are whole, before anything is
+written; where they are not, all ranks save dp_reshardable, with a warning, or raise where
+VIME_OPTIM_SHARDING says so. Local checkpoints keep the type that was asked for, and load what they
+hold. The type that was saved is recorded by all.
+Leaves alone: what the format can describe.
+Remove when: Megatron describes tensors of which a part is missing.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+from vime_optim import settings
+from vime_optim.errors import OptimizerStateError, PlanError, WriterError
+from vime_optim.fixes.sharding import (
+    DP,
+    FULLY,
+    NOT_FULLY,
+    TYPE_KEY,
+    FoundState,
+    bind,
+    fitting,
+    keeping_the_type,
+    optimizer_states,
+    recorded_types,
+    replaced,
+)
+from vime_optim.registry import Fix, Hit, Target, takes
+from vime_optim.reshard.complete import incomplete_tensor, missing_weight
+from vime_optim.reshard.engine import ParamState, param_states
+from vime_optim.reshard.plan import SavePlan
+
+logger = logging.getLogger("vime_optim")
+
+_NOT_BUILT = "the state to save was not built, as a rank failed"
+
+
+def _wrap_save(original: Any, hit: Hit) -> Any:
+    def save(*args: Any, **kwargs: Any) -> Any:
+        from vime_optim.writer import agreement
+
+        hit()
+        bound = bind(original, *args, **kwargs)
+        directory = str(bound["checkpoint_dir"])
+        operation = agreement.current()
+        if operation is None:
+            operation = agreement.Operation(_NOT_BUILT, directory, WriterError)
+        with agreement.together(operation):
+            _settle(bound, operation)
+        return original(**bound)
+
+    return save
+
+
+def _settle(bound: dict[str, Any], operation: Any) -> None:
+    """Collective: the state dict and the content metadata of the type that is saved."""
+    state = bound["sharded_state_dict"]
+    found = list(optimizer_states(state))
+    params = [each for each in param_states(state) if not each.is_loading]
+    plans = [each.plan for each in params if isinstance(each.plan, SavePlan)]
+    types = list(recorded_types(state))
+    votes = (missing_weight(plans), types.count(FULLY), types.count(DP))
+    missing, fully, dp = operation.check(values=votes)
+    saved = FULLY if fully else DP if dp else None
+    if missing and fully:
+        error = incomplete_tensor(plans)
+        if error is not None:
+            bound["sharded_state_dict"] = _other_format(state, found, params, error)
+            operation.check()
+            saved = DP
+    content = bound.get("content_metadata") or {}
+    if content.get(TYPE_KEY) != saved and (saved == FULLY or (saved == DP and TYPE_KEY in content)):
+        bound["content_metadata"] = {**content, TYPE_KEY: saved}
+
+
+def _other_format(
+    state: dict[Any, Any], found: list[FoundState], params: list[ParamState], error: PlanError
+) -> dict[Any, Any]:
+    """The state dict with dp_reshardable instead of fully_reshardable.
+
+    Raises:
+        OptimizerStateError: the settings want no other type than the one that was asked for.
+        PlanError: the caller took the optimizer's state apart, so that it cannot be built anew.
+    """
+    policy = settings.current().sharding
+    if policy != "enforce":
+        raise OptimizerStateError(
+            "the optimizer cannot be saved as fully_reshardable: some of the layers that share a"
+            " tensor have no optimizer state",
+            where=error.where,
+            got=f"VIME_OPTIM_SHARDING={policy}",
+            expected="layers that are all trained or all frozen",
+            next_step="save it as dp_reshardable, which VIME_OPTIM_SHARDING=enforce does by itself",
+        )
+    inside = 0
+    for path, each in found:
+        if each.sharding_type == FULLY:
+            inside += len(list(param_states(each)))
+            setattr(each.owner, NOT_FULLY, True)
+            state = replaced(state, path, each.rebuild(DP, False))
+    if inside < len(params):
+        raise error
+    if operation_rank() == 0:
+        logger.warning(
+            "vime_optim: saving the optimizer as dp_reshardable, not fully_reshardable: %s. It can"
+            " be resumed with any number of data-parallel ranks, but with this tensor and pipeline"
+            " parallel layout alone",
+            error.where,
+        )
+    return state
+
+
+def operation_rank() -> int:
+    import torch
+
+    return int(torch.distributed.get_rank())
+
+
+def _wrap_save_checkpoint(original: Any, hit: Hit) -> Any:
+    """Local checkpoints of Megatron-LM: dp_reshardable from the start, log line included."""
+
+    def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        bound = bind(original, *args, **kwargs)
+        if not bound.get("non_persistent_ckpt") or not _is_local(original):
+            return original(*args, **kwargs)
+        hit()
+        with keeping_the_type():
+            return original(*args, **kwargs)
+
+    return save_checkpoint
+
+
+def _is_local(function: Any) -> bool:
+    get_args = getattr(sys.modules[function.__module__], "get_args", None)
+    return get_args is not None and get_args().non_persistent_ckpt_type == "local"
+
+
+def _wrap_from_state_dict(original: Any, hit: Hit) -> Any:
+    """What becomes a local checkpoint, whoever asks for it."""
+
+    def from_state_dict(cls: Any, sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        from vime_optim.writer import agreement
+
+        operation = agreement.Operation(
+            "the local checkpoint was not made, as a rank failed", "a local checkpoint", WriterError
+        )
+        with agreement.together(operation):
+            for path, each in list(optimizer_states(sharded_state_dict)):
+                if each.sharding_type == FULLY != each.requested:
+                    hit()
+                    with keeping_the_type():
+                        built = each.rebuild(_kept(each.requested), False)
+                    sharded_state_dict = replaced(sharded_state_dict, path, built)
+            made = original(cls, sharded_state_dict, *args, **kwargs)
+            operation.check()
+        return made
+
+    return from_state_dict
+
+
+def _kept(requested: str | None) -> str:
+    from vime_optim.fixes.sharding import settle_type
+
+    return settle_type(None, requested, False)
+
+
+def _wrap_to_state_dict(original: Any, hit: Hit) -> Any:
+    def to_state_dict(self: Any, sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        found = list(optimizer_states(sharded_state_dict))
+        if found:
+            hit()
+            saved = next(recorded_types(self.common), None)
+            sharded_state_dict = fitting(sharded_state_dict, found, saved)
+        return original(self, sharded_state_dict, *args, **kwargs)
+
+    return to_state_dict
+
+
+_LOCAL = "megatron.core.dist_checkpointing.tensor_aware_state_dict"
+
+FIXES = (
+    Fix(
+        id="formats",
+        faults=("F16",),
+        summary="a save is of a format that can describe it, and that its reader takes",
+        targets=(
+            Target(
+                "megatron.core.dist_checkpointing.serialization",
+                "save",
+                _wrap_save,
+                takes("sharded_state_dict", "checkpoint_dir", "content_metadata"),
+            ),
+            Target(
+                "megatron.training.checkpointing",
+                "save_checkpoint",
+                _wrap_save_checkpoint,
+                takes("non_persistent_ckpt"),
+                optional=True,
+            ),
+            Target(
+                _LOCAL,
+                "MCoreTensorAwareStateDict.from_state_dict",
+                _wrap_from_state_dict,
+                takes("sharded_state_dict"),
+                optional=True,
+            ),
+            Target(
+                _LOCAL,
+                "MCoreTensorAwareStateDict.to_state_dict",
+                _wrap_to_state_dict,
+                takes("sharded_state_dict"),
+                optional=True,
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,163 @@
+"""The same outcome on every rank: all go on, or all raise.
+
+A rank that fails alone between two collectives of Megatron leaves the others waiting in the next
+one, or returning success. So a save or load is one `Operation` here: before each collective of
+Megatron the ranks compare one small vector (`point`), and a rank that leaves by an exception takes
+part once more, with its error, before it raises. The others are, or soon will be, at such a point.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+from vime_optim.errors import VimeOptimError, WriterError
+
+_VALUES = 3
+"""Numbers that ranks may add up while they agree. One length for all, as a rank that failed
+answers whatever the others compare at that moment."""
+
+_AGREED = "_vime_optim_agreed"
+_thread = threading.local()
+
+
+def agree(
+    error: str | None,
+    what: str,
+    where: str,
+    group: Any = None,
+    kind: type[VimeOptimError] = WriterError,
+    next_step: str | None = None,
+    values: Sequence[int] = (),
+) -> list[int]:
+    """Collective: raise `kind` on every rank when any rank has an error; costs four integers.
+
+    Args:
+        error: this rank's error, None when it has none.
+        what, where, next_step: parts of the exception; the errors go into its `got`.
+        group: the ranks that take part; None: all.
+        values: at most three numbers to add up, modulo 2**64.
+
+    Returns:
+        The sums of `values` over the ranks, as signed 64-bit integers.
+    """
+    if not torch.distributed.is_initialized():
+        if error is not None:
+            raise _marked(kind(what, where=where, got=error, next_step=next_step))
+        return [_signed(value) for value in values]
+    backend = str(torch.distributed.get_backend(group))
+    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else "cpu"
+    vector = [int(error is not None), *map(_signed, values), *([0] * (_VALUES - len(values)))]
+    sums = torch.tensor(vector, dtype=torch.int64, device=device)
+    try:
+        torch.distributed.all_reduce(sums, group=group)
+        failed, *added = sums.tolist()
+        if not failed:
+            return added[: len(values)]
+        errors: list[Any] = [None] * torch.distributed.get_world_size(group)
+        own = None if error is None else (torch.distributed.get_rank(), error)
+        torch.distributed.all_gather_object(errors, own, group=group)
+    except BaseException as broken:
+        _marked(broken, "broken")  # a rank is gone: there is nobody to agree with any more
+        raise
+    raise _marked(
+        kind(what, where=where, got=_summary(e for e in errors if e), next_step=next_step)
+    )
+
+
+def _signed(value: int) -> int:
+    """`value` modulo 2**64, as a tensor of int64 holds it."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def _marked(error: BaseException, mark: str = "agreed") -> BaseException:
+    """An exception that needs no further agreement: every rank raises."""
+    with suppress(AttributeError):
+        setattr(error, _AGREED, mark)
+    return error
+
+
+def is_agreed(error: BaseException) -> bool:
+    """Whether all ranks have left the operation, and can still talk to one another."""
+    return getattr(error, _AGREED, None) == "agreed"
+
+
+def _summary(errors: Iterable[tuple[int, str]]) -> str:
+    """'rank 1: ...; rank 3: ...', equal texts together."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in errors:
+        ranks_of.setdefault(text, []).append(rank)
+    parts = []
+    for text, ranks in ranks_of.items():
+        shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+        parts.append(f"rank{'s' if len(ranks) > 1 else ''} {shown}: {text}")
+    return "; ".join(parts)
+
+
+def describe(error: BaseException) -> str:
+    """One line on an exception, with the file it concerns."""
+    text = error.what if isinstance(error, VimeOptimError) else f"{type(error).__name__}: {error}"
+    where = getattr(error, "where", None) or getattr(error, "filename", None)
+    return text if not where or str(where) in text else f"{text} ({where})"
+
+
+class Operation:
+    """One save or load in which all ranks take part.
+
+    Args:
+        what: what the exception of the other ranks says.
+        where: the checkpoint directory.
+        kind: class of that exception.
+        next_step: what it advises.
+    """
+
+    def __init__(
+        self, what: str, where: str, kind: type[VimeOptimError], next_step: str | None = None
+    ) -> None:
+        self.what = what
+        self.where = where
+        self.kind = kind
+        self.next_step = next_step
+
+    def check(self, error: str | None = None, values: Sequence[int] = ()) -> list[int]:
+        """Collective over all ranks; see `agree`."""
+        return agree(error, self.what, self.where, None, self.kind, self.next_step, values)
+
+
+@contextmanager
+def together(operation: Operation | None) -> Iterator[None]:
+    """All ranks leave this block by an exception, or none does.
+
+    A rank that fails keeps its own exception; the others raise the operation's, which names it.
+    None: what is called in this block takes no part in the operation around it.
+    """
+    outer = current()
+    _thread.operation = operation
+    try:
+        yield
+    except BaseException as error:
+        if operation is not None and not hasattr(error, _AGREED):
+            try:
+                operation.check(describe(error))
+            except BaseException as answer:
+                _marked(error, getattr(answer, _AGREED, "broken"))
+        raise
+    finally:
+        _thread.operation = outer
+
+
+def current() -> Operation | None:
+    """The operation of this thread."""
+    found: Operation | None = getattr(_thread, "operation", None)
+    return found
+
+
+def point() -> None:
+    """Collective within an operation, nothing outside of one: raise when some rank has failed."""
+    operation = current()
+    if operation is not None:
+        operation.check()
