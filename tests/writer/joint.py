@@ -98,7 +98,6 @@ def joint(root: str, cases: list[dict[str, Any]]) -> dict[str, Any]:
     for number, case in enumerate(cases):
         outcome = _case(trainer, Path(root) / f"case{number}", whole, **case)
         outcomes.append({"case": case, "ranks": gathered(outcome)})
-    _load(trainer, whole)
     good = all(same_bits(expected[key], value) for key, value in snapshot(trainer.state()).items())
     return {"outcomes": outcomes, "good": good}
 
@@ -127,15 +126,18 @@ def _case(
             caught = found
     seconds = time.monotonic() - began
     torch.distributed.barrier()
-    return {
+    outcome = {
         "reached": bool(raised) or rank() != who,
         "type": type(caught).__name__,
         "text": str(caught),
         "seconds": seconds,
         "complete": (folder / "metadata.json").exists(),
         "step": None if saves else _type_of_error(trainer.step),
-        "save": None if saves else _type_of_error(lambda: trainer.state()),
+        "save": None if saves else _type_of_error(trainer.state),
     }
+    if not saves:
+        _load(trainer, whole)
+    return outcome
 
 
 def _type_of_error(action: Any) -> str | None:

@@ -50,6 +50,7 @@ def _wrong(outcome: dict[str, Any]) -> list[str]:
     who = case.get("who", 1)
     own = "KeyboardInterrupt" if case.get("interrupt") else "Injected"
     others = "WriterError" if saves else "CheckpointError"
+    said = (f"rank {who}: ", f"ranks:dict_keys([{who}])")
     began = case["place"] in ("read", "merge")
     wrong = []
 
@@ -62,9 +63,8 @@ def _wrong(outcome: dict[str, Any]) -> list[str]:
             note("never came to it")
         if rank["type"] not in ((own, others, _TORCH) if number == who else (others, _TORCH)):
             note(f"raised {rank['type']}: {text[:300]}")
-        elif number != who and (f"rank {who}:" not in text.lower() or own not in text):
-            if f"ranks:dict_keys([{who}])" not in text:
-                note(f"does not say who and what: {text[:300]}")
+        elif number != who and not (own in text and any(way in text for way in said)):
+            note(f"does not say who and what: {text[:300]}")
         if rank["seconds"] > 10:
             note(f"took {rank['seconds']:.0f} s")
         if rank["complete"]:

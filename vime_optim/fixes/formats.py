@@ -52,10 +52,12 @@ def _wrap_save(original: Any, hit: Hit) -> Any:
         bound = bind(original, *args, **kwargs)
         directory = str(bound["checkpoint_dir"])
         operation = agreement.current()
-        if operation is None:
-            operation = agreement.Operation(_NOT_BUILT, directory, WriterError)
-        with agreement.together(operation):
+        if operation is not None:
             _settle(bound, operation)
+        else:
+            operation = agreement.Operation(_NOT_BUILT, directory, WriterError)
+            with agreement.together(operation):
+                _settle(bound, operation)
         return original(**bound)
 
     return save

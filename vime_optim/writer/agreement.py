@@ -21,7 +21,6 @@ _VALUES = 3
 """Numbers that ranks may add up while they agree. One length for all, as a rank that failed
 answers whatever the others compare at that moment."""
 
-_AGREED = "_vime_optim_agreed"
 _thread = threading.local()
 
 
@@ -47,7 +46,7 @@ def agree(
     """
     if not torch.distributed.is_initialized():
         if error is not None:
-            raise _marked(kind(what, where=where, got=error, next_step=next_step))
+            raise _left(kind(what, where=where, got=error, next_step=next_step))
         return [_signed(value) for value in values]
     backend = str(torch.distributed.get_backend(group))
     device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else "cpu"
@@ -62,11 +61,9 @@ def agree(
         own = None if error is None else (torch.distributed.get_rank(), error)
         torch.distributed.all_gather_object(errors, own, group=group)
     except BaseException as broken:
-        _marked(broken, "broken")  # a rank is gone: there is nobody to agree with any more
+        _left(broken, is_broken=True)  # a rank is gone: there is nobody to agree with any more
         raise
-    raise _marked(
-        kind(what, where=where, got=_summary(e for e in errors if e), next_step=next_step)
-    )
+    raise _left(kind(what, where=where, got=_summary(e for e in errors if e), next_step=next_step))
 
 
 def _signed(value: int) -> int:
@@ -74,16 +71,12 @@ def _signed(value: int) -> int:
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def _marked(error: BaseException, mark: str = "agreed") -> BaseException:
-    """An exception that needs no further agreement: every rank raises."""
-    with suppress(AttributeError):
-        setattr(error, _AGREED, mark)
+def _left(error: BaseException, is_broken: bool = False) -> BaseException:
+    """Note in the operation of this thread that all ranks leave it."""
+    operation = current()
+    if operation is not None:
+        operation.error, operation.is_broken = error, is_broken
     return error
-
-
-def is_agreed(error: BaseException) -> bool:
-    """Whether all ranks have left the operation, and can still talk to one another."""
-    return getattr(error, _AGREED, None) == "agreed"
 
 
 def _summary(errors: Iterable[tuple[int, str]]) -> str:
@@ -113,7 +106,14 @@ class Operation:
         where: the checkpoint directory.
         kind: class of that exception.
         next_step: what it advises.
+
+    Attributes:
+        error: what the ranks agreed on when one had failed; None as long as none has.
+        is_broken: a rank could not be reached any more.
     """
+
+    error: BaseException | None = None
+    is_broken = False
 
     def __init__(
         self, what: str, where: str, kind: type[VimeOptimError], next_step: str | None = None
@@ -140,11 +140,14 @@ def together(operation: Operation | None) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if operation is not None and not hasattr(error, _AGREED):
-            try:
+        if operation is None:
+            raise
+        if operation.error is None:  # this rank's own failure, of which the others do not know
+            with suppress(BaseException):
                 operation.check(describe(error))
-            except BaseException as answer:
-                _marked(error, getattr(answer, _AGREED, "broken"))
+            raise
+        if error is not operation.error and isinstance(error, Exception):
+            raise operation.error from error  # torch wraps what passes through it
         raise
     finally:
         _thread.operation = outer

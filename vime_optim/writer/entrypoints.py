@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -110,13 +111,20 @@ def _wrap_template(original: Any, hit: Hit) -> Any:
     return mcore_to_pyt_state_dict
 
 
-def _diagnose_template(module: ModuleType, original: Any) -> Diagnosis:
-    reason = missing_parameters(original, "is_loading")
-    if reason:
-        return not_understood(reason)
-    if "no_dist=True" in source_of(module.TorchDistLoadShardedStrategy.load):
-        return fixed_upstream("each rank reads by itself")
-    return NEEDED
+def _diagnose_reading(alone: bool, *needed: str) -> Callable[[ModuleType, Any], Diagnosis]:
+    """Needed where each rank plans and reads by itself (0.19 on), or where all do it together."""
+
+    def diagnose(module: ModuleType, original: Any) -> Diagnosis:
+        reason = missing_parameters(original, *needed)
+        if reason:
+            return not_understood(reason)
+        if alone != ("no_dist=True" in source_of(module.TorchDistLoadShardedStrategy.load)):
+            return fixed_upstream(
+                "of no use where ranks read " + ("together" if alone else "alone")
+            )
+        return NEEDED
+
+    return diagnose
 
 
 def _wrap_rank0_step(name: str) -> Wrap:
@@ -188,6 +196,12 @@ def _collective_targets(package: str) -> tuple[Target, ...]:
             f"{package}.strategies.torch",
             "mcore_to_pyt_state_dict",
             _wrap_template,
-            _diagnose_template,
+            _diagnose_reading(False, "is_loading"),
+        ),
+        Target(
+            f"{package}.strategies.torch",
+            "MCoreLoadPlanner.finish_plan",
+            _wrap_collective,
+            _diagnose_reading(True),
         ),
     )

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from vime_optim.errors import OptimizerStateError
-from vime_optim.writer.agreement import Operation, is_agreed
+from vime_optim.writer.agreement import Operation
 
 _HALF = "_vime_optim_half_loaded"
 _thread = threading.local()
@@ -29,8 +29,8 @@ def into(template: Any, directory: str, operation: Operation | None) -> Iterator
     load = _thread.load = _Load(list(_members(template)), directory)
     try:
         yield
-    except BaseException as error:
-        if operation is not None and is_agreed(error):
+    except BaseException:
+        if operation is not None and operation.error is not None and not operation.is_broken:
             with suppress(Exception):
                 if operation.check(values=(int(load.has_begun),))[0]:
                     load.begin()
