@@ -49,7 +49,7 @@ def _wrong(outcome: dict[str, Any]) -> list[str]:
     saves = case["place"] in SAVES
     who = case.get("who", 1)
     own = "KeyboardInterrupt" if case.get("interrupt") else "Injected"
-    others = "WriterError" if saves else "CheckpointError"
+    others = ("WriterError", "PlanError") if saves else ("CheckpointError",)
     said = (f"rank {who}: ", f"ranks:dict_keys([{who}])")
     began = case["place"] in ("read", "merge")
     wrong = []
@@ -61,7 +61,7 @@ def _wrong(outcome: dict[str, Any]) -> list[str]:
         text = rank["text"]
         if not rank["reached"]:
             note("never came to it")
-        if rank["type"] not in ((own, others, _TORCH) if number == who else (others, _TORCH)):
+        if rank["type"] not in ((own, *others, _TORCH) if number == who else (*others, _TORCH)):
             note(f"raised {rank['type']}: {text[:300]}")
         elif number != who and not (own in text and any(way in text for way in said)):
             note(f"does not say who and what: {text[:300]}")

@@ -194,7 +194,7 @@ def plan_together(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
         PlanError: on every rank, when the plans do not fit together or a rank failed after they
             were exchanged.
     """
-    from vime_optim.writer.commit import agree, describe
+    from vime_optim.writer.agreement import agree, describe
 
     writer = args[1] if len(args) > 1 else kwargs.get("storage_writer")
     group = args[2] if len(args) > 2 else kwargs.get("process_group")
