@@ -28,8 +28,9 @@ def install(
 ) -> Report:
     """Put the fixes in force in this process. Calling it again changes nothing.
 
-    Works before or after megatron is imported; modules that are not imported yet are patched when
-    they are. Either every applicable fix is applied or, when this raises, none.
+    Works before, while or after megatron is imported; modules that are not wholly imported yet are
+    patched when they are. Either every applicable fix is applied or, when this raises, none. A fix
+    with a target that is not understood is off as a whole, and rank 0 warns.
 
     Args:
         skip: fix or fault ids that stay off (also VIME_OPTIM_SKIP).
@@ -44,7 +45,8 @@ def install(
         The same report as `status()`.
 
     Raises:
-        SettingsError: a setting that is unknown or has no meaning.
+        SettingsError: a setting that is unknown or has no meaning, a VIME_OPTIM_ variable that
+            looks like a misspelt setting, or a second call that asks for other settings.
         InstallError: an unknown fix id, or a megatron-core older than 0.15.
         ConflictError: somebody else patched a method that a fix targets.
         NotUnderstoodError: only with strict.

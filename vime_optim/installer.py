@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import Counter
 from typing import Any
 
 import vime_optim
 from vime_optim import compat, log, settings
-from vime_optim.registry import Installation, Verdict, select
+from vime_optim.errors import SettingsError
+from vime_optim.installation import Installation
+from vime_optim.registry import Verdict, select
 from vime_optim.report import NOT_FOUND, Report, Row
 
 _lock = threading.RLock()
@@ -24,6 +27,7 @@ def install(**arguments: Any) -> Report:
     global _installation
     with _lock:
         if _installation is not None:
+            _require_same(_installation, arguments)
             return status()
         chosen = settings.Settings.load(**arguments)
         from vime_optim.fixes import FIXES
@@ -46,10 +50,38 @@ def install(**arguments: Any) -> Report:
         return report
 
 
+def _require_same(installation: Installation, arguments: dict[str, Any]) -> None:
+    """A second install() may ask for nothing, or for what is in force.
+
+    Raises:
+        SettingsError: it asks for something else.
+    """
+    from vime_optim.fixes import FIXES
+
+    in_force = settings.current()
+    asked = settings.Settings.load({}, **arguments)
+    given = [name for name, value in arguments.items() if value is not None]
+    other = [name for name in given if getattr(asked, name) != getattr(in_force, name)]
+    if {"skip", "only"} & set(given):
+        skip = asked.skip if "skip" in given else in_force.skip
+        only = asked.only if "only" in given else in_force.only
+        if select(FIXES, skip, only) == installation.skipped:
+            other = [name for name in other if name not in ("skip", "only")]
+    if other:
+        raise SettingsError(
+            "install() was called before with other settings, which are in force",
+            got=", ".join(f"{name}={getattr(asked, name)!r}" for name in other),
+            expected=", ".join(f"{name}={getattr(in_force, name)!r}" for name in other),
+            next_step="call install() once, or uninstall() first; nothing was changed",
+        )
+
+
 def _announce(report: Report, chosen: settings.Settings) -> None:
     """One line a job: what is in force, or that there is nothing to put it on yet."""
     if chosen.verbose:
         log.speak_up()
+    for name in settings.unknown_variables(os.environ):
+        log.say(logging.WARNING, f"vime_optim: nothing reads the variable {name}")
     if not report.found:
         log.say(
             logging.WARNING,

@@ -5,12 +5,30 @@ An argument to install() wins over the environment, the environment over the def
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from vime_optim.errors import SettingsError
+
+PREFIX = "VIME_OPTIM_"
+
+#: Variables of that prefix that are no settings of install(): tools, tests and ranks read them.
+OTHER_VARIABLES = frozenset(
+    PREFIX + name
+    for name in (
+        "CACHE_DIR",
+        "GPU_REHEARSE",
+        "MATRIX_RESULTS",
+        "MEGATRON_DIR",
+        "MEGATRON_TREES",
+        "SIMULATE",
+    )
+)
+#: And all that begin so.
+OTHER_PREFIXES = (PREFIX + "TEST_",)
 
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off", ""}
@@ -109,10 +127,11 @@ class Settings:
         """Settings from the environment and from arguments, which win.
 
         Raises:
-            SettingsError: an unknown argument, an unknown VIME_OPTIM_ setting with a value that
-                cannot be read.
+            SettingsError: an unknown argument, a value that cannot be read, or a VIME_OPTIM_
+                variable that looks like a misspelt setting.
         """
         env = os.environ if environ is None else environ
+        _refuse_misspelt(env)
         known = {f.name: f for f in fields(cls)}
         for name in arguments:
             if name not in known:
@@ -129,6 +148,35 @@ class Settings:
             elif text is not None:
                 values[name] = _parse(spec.metadata, spec.metadata["env"], text)
         return replace(cls(), **values)
+
+
+def unknown_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables of our prefix that nothing here reads, with the setting that each looks like or ''.
+
+    A launcher may have variables of that prefix for its own use: only a likeness is an error.
+    """
+    known = {f.metadata["env"] for f in fields(Settings)}
+    spellings = {env.removeprefix(PREFIX): env for env in known}
+    spellings.update((f.name.upper(), f.metadata["env"]) for f in fields(Settings))
+    found = {}
+    for name in sorted(environ):
+        other = name in OTHER_VARIABLES or name.startswith(OTHER_PREFIXES)
+        if name.upper().startswith(PREFIX) and name not in known and not other:
+            bare = name.upper().removeprefix(PREFIX)
+            near = difflib.get_close_matches(bare, spellings, 1, 0.6)
+            found[name] = spellings[near[0]] if near else ""
+    return found
+
+
+def _refuse_misspelt(environ: Mapping[str, str]) -> None:
+    meant = {name: near for name, near in unknown_variables(environ).items() if near}
+    if meant:
+        raise SettingsError(
+            "environment variables look like settings of vime_optim, but are none",
+            got=", ".join(meant),
+            expected=", ".join(sorted(set(meant.values()))),
+            next_step=f"correct or unset {', '.join(meant)}; nothing was changed",
+        )
 
 
 def _parse(meta: Mapping[str, Any], where: str, text: str) -> Any:

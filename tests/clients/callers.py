@@ -26,18 +26,6 @@ def install_when_the_model_is_built(install: Callable[[], None]) -> None:
     training.setup_model_and_optimizer = setup_model_and_optimizer
 
 
-def no_metadata(record: Record) -> None:
-    """AReaL's checkpointer: no sharding metadata and, on load too, no `is_loading`."""
-    from megatron.training import checkpointing
-
-    original = checkpointing.generate_state_dict
-
-    def generate_state_dict(*args: Any, optim_sd_kwargs: Any = None, **kwargs: Any) -> Any:
-        return original(*args, optim_sd_kwargs={}, **kwargs)
-
-    checkpointing.generate_state_dict = generate_state_dict
-
-
 def worker_by_spawn(record: Record) -> None:
     _start_worker_by("spawn")
 

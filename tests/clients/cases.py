@@ -141,8 +141,24 @@ CASES = (
     Case("plain-local", (*PLAIN, *LOCAL), nvrx=True, first_compared=5),
     Case("slime-sync", (*WHOLE, *SLIME), spread=(SLIMES,)),
     Case("slime-async", (*WHOLE, "--async-save", *SLIME), trees=(SLIMES, OLD)),
-    Case("half-areal", HALF, callers=("no_metadata",), known=_issue("4", *TREES)),
-    Case("plain-areal", PLAIN, callers=("no_metadata",), known=_issue("4", *TREES)),
+    # The planner of slime's tree loads what the checkpoint has; here every layer gets new norms.
+    Case(
+        "plain-new-parameters",
+        PLAIN,
+        resume=("--finetune", "--qk-layernorm", *STILL),
+        judge="kept",
+        trees=(SLIMES,),
+        known=_issue("3", SLIMES),
+    ),
+    Case("half-areal", HALF, callers=("areal",), known=_issue("4", *TREES)),
+    Case("plain-areal", PLAIN, callers=("areal",), known=_issue("4", *TREES)),
+    Case("pao-te-areal", PAO, adam="te", callers=("areal",), known=_issue("4", *TREES)),
+    Case("half-verl", HALF, callers=("verl",), spread=(NEW,)),
+    Case("plain-verl", PLAIN, callers=("verl",)),
+    Case("pao-te-verl", PAO, adam="te", callers=("verl",)),
+    Case("half-verl-split", HALF, callers=("verl_split",), spread=(OLD,)),
+    Case("plain-verl-split", PLAIN, callers=("verl_split",)),
+    Case("pao-te-verl-split", PAO, adam="te", callers=("verl_split",)),
 )
 
 

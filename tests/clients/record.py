@@ -60,7 +60,11 @@ def watch(record: Record) -> None:
             "loss": {name: _exact(value) for name, value in (result[0] or {}).items()},
             "grad_norm": _exact(_grad_norm(result)),
             "lr": [_exact(group["lr"]) for group in optimizer.param_groups],
-            "parameters": digest(p for chunk in model for p in chunk.parameters()),
+            "parameters": {
+                f"{number}.{name}": digest([parameter])
+                for number, chunk in enumerate(model)
+                for name, parameter in chunk.named_parameters()
+            },
             "optimizer": _optimizer_state(optimizer),
         }
         return result

@@ -162,7 +162,7 @@ def run(request: dict[str, Any], rank: int) -> int:
 
 
 def _train(request: dict[str, Any], record: Any) -> None:
-    from clients import callers
+    from clients import callers, frameworks
     from clients.record import watch
 
     if request["adam"] != "torch":
@@ -174,7 +174,8 @@ def _train(request: dict[str, Any], record: Any) -> None:
     elif request["install"] == "late":
         callers.install_when_the_model_is_built(_install)
     for name in request["callers"]:
-        getattr(callers, name)(record)
+        prepare_caller = getattr(callers, name, None) or getattr(frameworks, name)
+        prepare_caller(record)
     watch(record)
     script = f"{request['tree']}/pretrain_gpt.py"
     sys.argv = [script, *request["arguments"]]

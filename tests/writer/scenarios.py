@@ -59,7 +59,7 @@ def install_writer_fixes() -> Any:
             print(vime_optim.status(), flush=True)
     if _installation is None:
         from vime_optim.fixes import writer
-        from vime_optim.registry import Installation
+        from vime_optim.installation import Installation
 
         _installation = Installation(writer.FIXES, (), strict=True)
         _installation.apply()
