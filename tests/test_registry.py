@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from vime_optim.errors import ConflictError, NotUnderstoodError
-from vime_optim.registry import Fix, Hit, Installation, Target, Verdict, not_understood, takes
+from vime_optim.installation import Installation
+from vime_optim.registry import Fix, Hit, Target, Verdict, not_understood, takes
 
 SOURCE = """
 class Base:
@@ -162,6 +163,38 @@ def test_nothing_is_changed_where_one_target_is_not_understood(toy: ModuleType) 
     assert [text.startswith("ours: ") for text in call_all(toy)] == [False] * 4 + [True] * 2
     lenient.remove()
     assert same(before, holdings(toy))
+
+
+@pytest.mark.parametrize("patched_over", [False, True])
+def test_a_fix_that_goes_off_late_leaves_the_others_in_force(
+    toy: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patched_over: bool
+) -> None:
+    """Its second module is imported later and not understood: what was patched is given back."""
+    monkeypatch.delitem(sys.modules, "toy_user")
+    before = {name: dict(vars(owner)) for name, owner in (("D", toy.Derived), ("B", toy.Base))}
+    odd = Target("toy_user", "function", counting, lambda *_: not_understood("it is odd"))
+    half = Fix("half", ("F0",), "a toy", (*fix(*TARGETS).targets, odd))
+    both = [fix("Derived.own", id="below"), half, fix("Derived.own", id="above")]
+    installation = Installation(both, (), strict=False)
+    installation.apply()
+    assert toy.Derived().own() == "ours: ours: ours: own"
+    if patched_over:
+        monkeypatch.setattr(toy.Derived, "made", classmethod(lambda cls: "theirs"))
+        with pytest.raises(NotUnderstoodError, match=r"Derived\.made"):
+            importlib.import_module("toy_user")
+        return
+    importlib.import_module("toy_user")
+    assert [text.startswith("ours: ") for text in call_all(toy)] == [
+        False,
+        False,
+        True,
+        *[False] * 3,
+    ]
+    assert toy.Derived().own() == "ours: ours: own"
+    verdicts = [s.diagnosis.verdict for s in installation.states if s.fix is half]
+    assert verdicts == [Verdict.WITHHELD] * len(TARGETS) + [Verdict.NOT_UNDERSTOOD]
+    installation.remove()
+    assert before == {name: dict(vars(o)) for name, o in (("D", toy.Derived), ("B", toy.Base))}
 
 
 def test_undo_refuses_to_go_below_a_later_patch(toy: ModuleType) -> None:

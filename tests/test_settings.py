@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 import vime_optim
@@ -32,6 +35,21 @@ def test_variables_of_tools_and_of_others_are_not() -> None:
     environment = {**others, "VIME_OPTIM_TEST_RANKS": "2", "VIME_OPTIM_HOME": "/x", "SKIP": "1"}
     assert settings.Settings.load(environment) == settings.Settings()
     assert settings.unknown_variables(environment) == {"VIME_OPTIM_HOME": ""}
+
+
+def test_every_variable_that_the_project_reads_is_known() -> None:
+    """So that none of them is taken for a misspelt setting, nor told to be read by nothing."""
+    root = Path(__file__).parent.parent
+    files = [p for top in ("vime_optim", "tests", "benchmarks") for p in (root / top).rglob("*.py")]
+    files += [root / "Makefile", root / ".ci" / "run"]
+    named = {
+        name
+        for file in files
+        if file != Path(__file__)
+        for name in re.findall(r"VIME_OPTIM_[A-Z0-9_]*[A-Z0-9]", file.read_text())
+    }
+    assert "VIME_OPTIM_CACHE_DIR" in named
+    assert settings.unknown_variables(dict.fromkeys(named, "1")) == {}
 
 
 @pytest.fixture

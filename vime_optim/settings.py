@@ -20,15 +20,15 @@ OTHER_VARIABLES = frozenset(
     PREFIX + name
     for name in (
         "CACHE_DIR",
-        "GPU_REHEARSE",
         "MATRIX_RESULTS",
         "MEGATRON_DIR",
         "MEGATRON_TREES",
+        "REQUIRE",
         "SIMULATE",
     )
 )
 #: And all that begin so.
-OTHER_PREFIXES = (PREFIX + "TEST_",)
+OTHER_PREFIXES = (PREFIX + "TEST_", PREFIX + "GPU_")
 
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off", ""}

@@ -12,7 +12,9 @@ moments and steps. To run cases by hand::
 from __future__ import annotations
 
 import json
+import math
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -169,12 +171,23 @@ def _launch(template: Template, case: Case, phase: str, out: Path, install: str 
         "timeout_s": RUN_TIMEOUT_S,
     }
     status = template.run(request)["status"]
+    for rank in sorted(range(case.world_size), key=lambda rank: _end_s(out, phase, rank)):
+        _read(out, phase, rank, status[str(rank)])  # the first to fail is the one to blame
     return [_read(out, phase, rank, status[str(rank)]) for rank in range(case.world_size)]
 
 
-def _read(out: Path, phase: str, rank: int, status: int) -> dict[str, Any]:
+def _record(out: Path, phase: str, rank: int) -> dict[str, Any]:
     path = out / f"{phase}.rank{rank}.json"
     record: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return record
+
+
+def _end_s(out: Path, phase: str, rank: int) -> float:
+    return float(_record(out, phase, rank).get("time_s", math.inf))
+
+
+def _read(out: Path, phase: str, rank: int, status: int) -> dict[str, Any]:
+    record = _record(out, phase, rank)
     error = record.get("error") or (f"exit status {status}" if status or not record else None)
     if error:
         log = out / f"{phase}.rank{rank}.log"
@@ -235,7 +248,12 @@ def _changed(full: Records, resumed: Records) -> list[str]:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port below those that the system gives to clients, which others may take meanwhile."""
+    while True:
+        port = random.randrange(15000, 32000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port

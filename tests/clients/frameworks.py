@@ -36,7 +36,13 @@ class Checkpointer:
         from megatron.training import get_args
 
         folder = Path(get_args().save)
-        for part, state in self._parts(model, optimizer, scheduler, self.options).items():
+        of_model = self._of_model(model)
+        of_optimizer = self._of_optimizer(of_model, optimizer, scheduler, self.options)
+        rest = {"rng_state": _random_state()}
+        parts = {"model": of_model, "optimizer": of_optimizer, "extra": rest}
+        for part, state in (
+            parts if self.split else {"": {**of_model, **of_optimizer, **rest}}
+        ).items():
             path = folder / f"step_{iteration}" / part
             path.mkdir(parents=True, exist_ok=True)
             request = dist_checkpointing.save(
@@ -54,9 +60,6 @@ class Checkpointer:
             (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))
 
     def load(self, model: Any, optimizer: Any, scheduler: Any, *_: Any) -> tuple[int, int]:
-        from megatron.core import dist_checkpointing
-        from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
-        from megatron.core.dist_checkpointing.strategies import fully_parallel
         from megatron.training import get_args
 
         folder = Path(get_args().load)
@@ -65,37 +68,50 @@ class Checkpointer:
             return 0, 0
         iteration = int(tracker.read_text())
         options = {**self.options, **self.loading}
-        loaded: dict[str, Any] = {}
-        for part, template in self._parts(model, optimizer, scheduler, options).items():
-            path = str(folder / f"step_{iteration}" / part)
-            strategy = fully_parallel.FullyParallelLoadStrategyWrapper(
-                get_default_load_sharded_strategy(path), _data_parallel()
-            )
-            state = dist_checkpointing.load(template, path, sharded_strategy=strategy)
-            if "model" in state:
-                model[0].load_state_dict(state["model"])
-            loaded.update(state)
+        of_model = self._of_model(model)
+        if self.split:  # the same description of the model serves the optimizer, after its load
+            folder /= f"step_{iteration}"
+            model[0].load_state_dict(_load(dict(of_model), folder / "model")["model"])
+            template = self._of_optimizer(of_model, optimizer, scheduler, options)
+            loaded = _load(template, folder / "optimizer")
+            loaded |= _load({"rng_state": _random_state()}, folder / "extra")
+        else:
+            template = {**of_model, **self._of_optimizer(of_model, optimizer, scheduler, options)}
+            template["rng_state"] = _random_state()
+            loaded = _load(template, folder / f"step_{iteration}")
+            model[0].load_state_dict(loaded["model"])
         optimizer.load_state_dict(loaded["optimizer"])
         scheduler.load_state_dict(loaded["lr_scheduler"])
         _set_random_state(loaded["rng_state"])
         return iteration, 0
 
-    def _parts(
-        self, model: Any, optimizer: Any, scheduler: Any, options: dict[str, Any]
-    ) -> dict[str, dict[str, Any]]:
-        extra = {} if self.model_metadata is None else {"metadata": self._of_the_model()}
-        of_model = {"model": model[0].module.sharded_state_dict(**extra)}
-        of_optimizer = {
+    def _of_model(self, model: Any) -> dict[str, Any]:
+        if self.model_metadata is None:
+            return {"model": model[0].module.sharded_state_dict()}
+        metadata = {**self.model_metadata, "dp_cp_group": _data_parallel()}
+        return {"model": model[0].module.sharded_state_dict(metadata=metadata)}
+
+    def _of_optimizer(
+        self, of_model: dict[str, Any], optimizer: Any, scheduler: Any, options: dict[str, Any]
+    ) -> dict[str, Any]:
+        return {
             "optimizer": optimizer.sharded_state_dict(of_model, **options),
             "lr_scheduler": scheduler.state_dict(),
         }
-        rest = {"rng_state": _random_state()}
-        if self.split:
-            return {"model": of_model, "optimizer": of_optimizer, "extra": rest}
-        return {"": {**of_model, **of_optimizer, **rest}}
 
-    def _of_the_model(self) -> dict[str, Any]:
-        return {**(self.model_metadata or {}), "dp_cp_group": _data_parallel()}
+
+def _load(template: dict[str, Any], folder: Path) -> dict[str, Any]:
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+    from megatron.core.dist_checkpointing.strategies import fully_parallel
+
+    strategy = fully_parallel.FullyParallelLoadStrategyWrapper(
+        get_default_load_sharded_strategy(str(folder)), _data_parallel()
+    )
+    loaded: dict[str, Any] = dist_checkpointing.load(
+        template, str(folder), sharded_strategy=strategy
+    )
+    return loaded
 
 
 def areal(record: Record) -> None:

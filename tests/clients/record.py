@@ -24,7 +24,13 @@ class Record:
         self.events.append(f"{time.monotonic() - START_S:.1f}s {text}")
 
     def write(self, error: str | None) -> None:
-        answer = {"error": error, "steps": self.steps, "events": self.events, **_library()}
+        answer = {
+            "error": error,
+            "time_s": time.time(),
+            "steps": self.steps,
+            "events": self.events,
+            **_library(),
+        }
         partial = self.path.with_suffix(".part")
         partial.write_text(json.dumps(answer, indent=1))
         partial.rename(self.path)
