@@ -59,6 +59,9 @@ def _staged(original: Any, name: str) -> Any:
     def staged(group: Any, *args: Any, **kwargs: Any) -> Any:
         if not any(_on_device(value) for value in (*args, *kwargs.values())):
             return original(group, *args, **kwargs)
+        if name == "allgather" and not kwargs and _is_uneven(args[0]):
+            _gather_uneven(group, *args[:2])
+            return Done()
         copies = [_on_host(value, reducing) for value in args]
         named = {key: _on_host(value, reducing) for key, value in kwargs.items()}
         original(group, *copies, **named).wait()
@@ -69,6 +72,23 @@ def _staged(original: Any, name: str) -> Any:
         return Done()
 
     return staged
+
+
+def _is_uneven(outputs: list[list[torch.Tensor]]) -> bool:
+    return len({tensor.shape for tensor in outputs[0]}) > 1
+
+
+def _gather_uneven(
+    group: Any, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor]
+) -> None:
+    """NCCL gathers tensors of different sizes, one broadcast for each; gloo does not."""
+    for root, output in enumerate(outputs[0]):
+        source = inputs[0] if group.rank() == root else output
+        options = torch.distributed.BroadcastOptions()
+        options.rootRank = root
+        copy = source.detach().cpu().contiguous()
+        group.broadcast([copy], options).wait()
+        output.detach().copy_(copy)
 
 
 def _on_device(value: Any) -> bool:

@@ -109,7 +109,10 @@ def digest(tensors: Iterable[Any]) -> str:
 
     total = hashlib.sha256()
     for tensor in tensors:
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        tensor = tensor.detach()
+        if "dequantize" in type(tensor).__dict__:  # Transformer Engine's fp8, a tensor in parts
+            tensor = tensor.dequantize()
+        flat = tensor.cpu().contiguous().reshape(-1)
         total.update(flat.view(torch.uint8).numpy().tobytes())
     return total.hexdigest()[:16]
 

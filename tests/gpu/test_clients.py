@@ -39,7 +39,8 @@ ON_GPUS = shlex.split("""
 """)
 TE_BF16 = (*cases.PAO, "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16")
 TENSOR = shlex.split("--tensor-model-parallel-size 2 --sequence-parallel")
-PIPELINE = shlex.split("--pipeline-model-parallel-size 2")
+#: Tied embeddings of two stages drift apart with fractional offload, on stock too (docs/limits.md).
+PIPELINE = shlex.split("--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights")
 EXPERTS = shlex.split("""
 --num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2 --disable-bias-linear
 --moe-token-dispatcher-type alltoall

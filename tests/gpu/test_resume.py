@@ -36,6 +36,9 @@ BACKENDS = (
 )
 #: Megatron has an option for these since 0.17.
 NEWER_BACKENDS = ("fused,apex,nopao,capturable",)
+#: Where there is Apex and no Transformer Engine, these refuse PAO with CPU offload themselves: they
+#: compare the version of Transformer Engine, which is None.
+NO_PAO_WITHOUT_TE = ("0.16.1",)
 #: Implementations of torch's AdamW.
 NATIVE = ("scalar", "foreach", "fused")
 
@@ -47,6 +50,8 @@ def _cases() -> list[Any]:
         newer = NEWER_BACKENDS if release == RELEASES[-1] else ()
         torch_only = [("torch", implementation) for implementation in NATIVE]
         for words, native in [(words, None) for words in (*BACKENDS, *newer)] + torch_only:
+            if release in NO_PAO_WITHOUT_TE and words.startswith("hybrid,apex,pao"):
+                continue
             case = Case.parse(f"{release},{words},{sharding},dp=2{mode}")
             name = case.name if native is None else f"{case.name},{native}"
             found.append(pytest.param(case, native, id=name))
