@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
@@ -133,7 +134,13 @@ def _save(folder: Path, planner: _StreamingPlanner) -> None:
     with warnings.catch_warnings():
         # One process writes on purpose; torch warns that there is no process group.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        save({}, storage_writer=writer, planner=planner, **options)
+        try:
+            save({}, storage_writer=writer, planner=planner, **options)
+        except CheckpointException as failure:
+            # torch's own is no Exception, and holds the one that matters (a full disk, a damaged
+            # export) by rank; there is one rank.
+            cause, _ = next(iter(failure.failures.values()))
+            raise cause from None
     # The writer notes where it wrote, which was a temporary name.
     path = folder / ".metadata"
     noted = parse_metadata(path.read_bytes())
