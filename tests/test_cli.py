@@ -19,8 +19,8 @@ from vime_optim.verify.command import OK_LINE
 Main = Callable[..., int]
 
 COMMANDS = {
-    *("verify", "plan", "inspect", "diff", "repair", "export", "import", "status", "doctor"),
-    "patches",
+    *("verify", "plan", "inspect", "check", "diff", "repair", "export", "import", "status"),
+    *("doctor", "patches"),
 }
 
 VERIFY_FLAGS = {

@@ -18,6 +18,7 @@ COMMANDS = {
     "verify": "train, save, load in fresh processes, and compare every bit",
     "plan": "estimate what a save or load costs, without running one",
     "inspect": "what a checkpoint holds",
+    "check": "compare every byte of a checkpoint with what was written",
     "diff": "compare two checkpoints",
     "repair": "mend a checkpoint that a broken tree wrote",
     "export": "write a checkpoint's weights as safetensors",
@@ -26,7 +27,7 @@ COMMANDS = {
     "doctor": "what was found on this machine, and what to do",
     "patches": "list or write the fixes as diffs for one release of megatron-core",
 }
-_CHECKPOINT_COMMANDS = ("inspect", "diff", "repair", "export", "import")
+_CHECKPOINT_COMMANDS = ("inspect", "check", "diff", "repair", "export", "import")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

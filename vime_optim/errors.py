@@ -7,6 +7,7 @@ The parts are kept as attributes, so that a caller can act on them without parsi
 from __future__ import annotations
 
 import os
+import re
 
 
 class VimeOptimError(Exception):
@@ -61,6 +62,17 @@ def _rebuild(cls: type[VimeOptimError], attributes: dict[str, object]) -> VimeOp
     error.__dict__.update(attributes)
     Exception.__init__(error, error._render())
     return error
+
+
+def one_line(error: BaseException) -> str:
+    """Type and first line of another library's exception, without torch's advice to switch
+    weights_only off, which would run a file's code."""
+    text = str(error)
+    if "Weights only load failed" in text:
+        named = re.search(r"GLOBAL (\S+)", text)
+        text = f"it names {named[1]}, which is not allowed" if named else "a class is not allowed"
+    first = text.splitlines()[0] if text else ""
+    return f"{type(error).__name__}: {first}"[:300]
 
 
 def current_rank() -> int | None:

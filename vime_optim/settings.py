@@ -95,7 +95,11 @@ class Settings:
         " fully_reshardable: enforce | error | off",
     )
     verify: bool = _setting(
-        "VIME_OPTIM_VERIFY", _flag, False, "check the digest of every chunk that a load reads"
+        "VIME_OPTIM_VERIFY",
+        _flag,
+        False,
+        "compare every byte with its digest before a load, which reads the files once more"
+        " (the ranks share it); without a manifest the load is refused",
     )
     async_mode: str = _setting(
         "VIME_OPTIM_ASYNC",

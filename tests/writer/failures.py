@@ -188,6 +188,77 @@ def two_jobs(root: Path, persistent: bool) -> dict[str, Any]:
     return {"raised": raised, "good": good}
 
 
+def two_saves(root: Path, persistent: bool) -> dict[str, Any]:
+    """Two saves of one process to one directory overlap; the later one stays."""
+    trainer = Trainer(persistent=persistent)
+    trainer.step()
+    mark = block_writer_of_rank_1(root, trainer)
+    directory, _ = trainer.save(root)
+    trainer.step()
+    trainer.iteration -= 1  # the same directory, other values
+    _, expected = trainer.save(root)
+    torch.distributed.barrier()
+    mark.unlink(missing_ok=True)
+    raised = caught(trainer.finalize)
+    good = check(directory, expected)
+    load = load_outcome(trainer, directory)
+    return {"raised": raised, "good": good, "load": load["type"], "lock": _locked(directory)}
+
+
+def _locked(directory: Path) -> bool:
+    torch.distributed.barrier()
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+
+
+def directory_replaced(root: Path, persistent: bool) -> dict[str, Any]:
+    """The directory is moved away while it is written, and another stands in its place."""
+    trainer = Trainer(persistent=persistent)
+    trainer.step()
+    mark = block_writer_of_rank_1(root, trainer)
+    directory, _ = trainer.save(root)
+    torch.distributed.barrier()
+    if rank() == 0:
+        while not list(directory.glob("__0_*")):
+            time.sleep(0.01)
+        directory.rename(root / "moved")
+        directory.mkdir()
+        (root / "moved" / mark.name).unlink()
+    torch.distributed.barrier()
+    raised = caught(trainer.finalize)
+    finished = _finished(root)
+    good = _then_a_good_save(trainer, root / "next")
+    return {"raised": raised, "finished": finished, "good": good}
+
+
+def file_removed(root: Path, persistent: bool) -> dict[str, Any]:
+    """A data file is gone when all of it was written."""
+    from vime_optim.writer import commit
+
+    trainer = Trainer(persistent=persistent)
+    trainer.step()
+    usual = commit._failure_in
+
+    def remove(*args: Any) -> Any:
+        if rank() == 1:
+            for path in root.glob("iter_*/__1_*.distcp"):
+                path.unlink()
+        return usual(*args)
+
+    commit._failure_in = remove
+    try:
+        raised = caught(lambda: trainer.save(root, is_async=False))
+    finally:
+        commit._failure_in = usual
+    return {"raised": raised, "finished": _finished(root)}
+
+
 def stuck_writer(root: Path, persistent: bool) -> dict[str, Any]:
     """The writer of rank 1 lives but does not get on."""
     from vime_optim import settings
@@ -261,7 +332,7 @@ def damaged(root: Path, persistent: bool) -> dict[str, Any]:
     trainer.step()
     directory, _ = trainer.save(root)
     trainer.finalize()
-    path = directory / "__1_0.distcp"
+    [path] = directory.glob("__1_*_0.distcp")
     original = path.read_bytes()
     usual = settings.current()
     settings.activate(dataclasses.replace(usual, verify=True))
@@ -277,7 +348,7 @@ def damaged(root: Path, persistent: bool) -> dict[str, Any]:
         path.write_bytes(original[:-40])
     torch.distributed.barrier()
     cut = load_outcome(trainer, directory)
-    return {"whole": whole, "flipped": flipped, "cut": cut}
+    return {"whole": whole, "flipped": flipped, "cut": cut, "file": path.name}
 
 
 def no_psutil(root: Path, persistent: bool) -> dict[str, Any]:

@@ -1,12 +1,14 @@
 """Faults of the file system for the file writer, in ranks and in the workers that they start.
 
 A data file is always a new file, so a pipe or a link that lies under its name beforehand does not
-reach the writer. Instead a mark beside it says what its creation does.
+reach the writer. Instead a mark beside it says what its creation does. Names are stock's, without
+the random part.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 
@@ -38,16 +40,11 @@ def _set(directory: Path, name: str, kind: str) -> Path:
 
 def _create_new(path: str | os.PathLike[str]) -> int:
     path = Path(path)
-    for directory in (path.parent, path.parent.parent):
-        mark = _mark(directory, path.name)
-        try:
-            kind = mark.read_text()
-        except FileNotFoundError:
-            continue
-        if kind == "full":
-            return os.open("/dev/full", os.O_WRONLY | os.O_CLOEXEC)
-        while mark.exists():
-            time.sleep(0.01)
+    mark = _mark(path.parent, re.sub(r"(__\d+_)[0-9a-f]{8}_", r"\1", path.name))
+    if mark.exists() and mark.read_text() == "full":
+        return os.open("/dev/full", os.O_WRONLY | os.O_CLOEXEC)
+    while mark.exists():
+        time.sleep(0.01)
     return _real_create_new(path)
 
 

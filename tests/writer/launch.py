@@ -23,19 +23,24 @@ ROOT = Path(__file__).resolve().parents[2]
 
 ON_CUDA = os.environ.get("VIME_OPTIM_TEST_DEVICE") == "cuda"
 
-if os.environ.get("VIME_OPTIM_TEST_RANKS") and not ON_CUDA:
+
+def prepare_here() -> None:
+    """Switch the simulation and injected faults on in this process."""
     import torch  # noqa: F401  (first: the simulation's own start-up file waits for it)
 
-    from vime_optim.simulate import device
-    from vime_optim.simulate.triton_stub import provide_triton
-
-    device.enable()
-    provide_triton()
-
-if os.environ.get("VIME_OPTIM_TEST_RANKS"):
     from tests.writer import faults
 
+    if not ON_CUDA:
+        from vime_optim.simulate import device
+        from vime_optim.simulate.triton_stub import provide_triton
+
+        device.enable()
+        provide_triton()
     faults.enable()
+
+
+if os.environ.get("VIME_OPTIM_TEST_RANKS"):
+    prepare_here()
 
 
 def tree_of(version: str) -> Path:

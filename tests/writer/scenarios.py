@@ -414,3 +414,10 @@ def joint(root: str, cases: list[dict[str, Any]]) -> dict[str, Any]:
     from tests.writer import joint as module
 
     return module.joint(root, cases)
+
+
+def attacks(**arguments: Any) -> dict[str, Any]:
+    """See tests/writer/attacks.py."""
+    from tests.writer import attacks as module
+
+    return module.attacks(**arguments)

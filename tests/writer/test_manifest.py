@@ -6,12 +6,19 @@ import json
 import random
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from tests.checkpoint.conftest import copy_of, stock  # noqa: F401  (fixtures)
+from vime_optim import settings
+from vime_optim.checkpoint.cli import main
+from vime_optim.checkpoint.dcp_metadata import dump_metadata, parse_metadata
+from vime_optim.checkpoint.repair import repair_checkpoint
 from vime_optim.errors import CheckpointError
 from vime_optim.writer import fastfile, manifest
+from vime_optim.writer.loadcheck import find_reason
 from vime_optim.writer.manifest import MANIFEST_NAME, Item, Manifest, verify_directory
 
 CHUNK_BYTES = 4096
@@ -162,3 +169,82 @@ def test_amending_adds_a_file(checkpoint: Path) -> None:
     outcome = verify_directory(checkpoint)
     assert outcome.ok
     assert outcome.uncovered == ()
+
+
+def signed(folder: Path) -> Path:
+    """A manifest of whatever is there, as a save leaves one."""
+    index = parse_metadata((folder / ".metadata").read_bytes())
+    marked = dump_metadata(index, {}, {manifest.MANIFEST_MARK: True})
+    (folder / ".metadata").write_bytes(marked)
+    made = manifest.Manifest()
+    for path in sorted(folder.iterdir()):
+        made.add(fastfile.digest_file(path))
+    made.write(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["f9_0.15.3", "f2_0.15.3", "full_0.19.2"])
+def test_what_repair_writes_is_accepted_by_a_load(
+    name: str,
+    copy_of: Any,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    source = signed(copy_of(name))
+    plan = repair_checkpoint(source, tmp_path / "mended")
+    outcome = verify_directory(tmp_path / "mended")
+    assert outcome.ok, outcome.problems
+    assert outcome.uncovered == ()
+    assert outcome.files == len(plan.files) - 1  # all but itself
+    assert find_reason(str(tmp_path / "mended")) is None
+
+
+def test_repair_refuses_a_file_of_another_save(copy_of: Any, tmp_path: Path) -> None:  # noqa: F811
+    source = signed(copy_of("full_0.19.2"))
+    path = max(source.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    with path.open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(CheckpointError, match="not the one that was saved"):
+        repair_checkpoint(source, tmp_path / "mended")
+    assert not (tmp_path / "mended").exists()
+
+
+def test_a_lost_manifest_is_an_error_and_its_copy_none(
+    copy_of: Any,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = signed(copy_of("full_0.19.2"))
+    (source / MANIFEST_NAME).unlink()
+    assert "vime_optim_manifest.json is gone" in str(find_reason(str(source)))
+    repair_checkpoint(source, tmp_path / "mended")
+    assert find_reason(str(tmp_path / "mended")) is None
+    monkeypatch.setattr(settings, "_current", settings.Settings(verify=True))
+    assert "asks for a check of every byte" in str(find_reason(str(tmp_path / "mended")))
+
+
+def test_the_ranks_share_the_reading(copy_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Every chunk is read by one rank alone, and what is wrong is found by one of them."""
+    source = signed(copy_of("full_0.19.2"))
+    path = max(source.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(bytes(raw))
+    found = manifest.read_manifest(source)
+    assert found is not None
+    read: list[Any] = []
+    digest = manifest._digest
+    monkeypatch.setattr(manifest, "_digest", lambda *a: (read.append(a), digest(*a))[1])
+    entries = list(found.entries.values())
+    problems = [manifest.verify_entries(source, entries, found.chunk_bytes, n, 3) for n in range(3)]
+    assert [p.file for part in problems for p in part] == [path.name]
+    assert len(read) == len(set(read)) == sum(len(e.record.chunk_digests) // 8 for e in entries)
+
+
+def test_check_reads_a_directory(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(checkpoint)]) == 0
+    path = checkpoint / "__0_1.distcp"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert main(["check", "--quick", str(checkpoint)]) == 1
+    assert "__0_1.distcp" in capsys.readouterr().out
+    (checkpoint / MANIFEST_NAME).unlink()
+    assert main(["check", str(checkpoint)]) == 2

@@ -120,6 +120,9 @@ FORKED = [
     "unwritable:forked",
     "overwritten:forked",
     "damaged:forked",
+    "two_saves:forked",
+    "directory_replaced:forked",
+    "file_removed:forked",
     "no_psutil:forked",
 ]
 
@@ -171,7 +174,7 @@ def test_a_killed_writer_raises_on_every_rank(failed: Any, kind: str) -> None:
 )
 def test_a_full_disk_raises_on_every_rank(failed: Any, name: str) -> None:
     ranks = failed[name]
-    raised_everywhere(ranks, "rank 1:", "No space left on device", "__1_0.distcp")
+    raised_everywhere(ranks, "rank 1:", "No space left on device", "_0.distcp")
     nothing_points_to_it(ranks)
     refused_everywhere(ranks)
     assert [outcome["good"] for outcome in ranks] == [[], []]
@@ -231,6 +234,23 @@ def test_two_jobs_cannot_save_to_one_directory(failed: Any) -> None:
     assert [outcome["good"] for outcome in ranks] == [[], []]
 
 
+def test_two_saves_of_one_process_to_one_directory(failed: Any) -> None:
+    for outcome in failed["two_saves:forked"]:
+        assert outcome["raised"]["type"] is None, outcome["raised"]["text"]
+        assert (outcome["good"], outcome["load"], outcome["lock"]) == ([], None, False)
+
+
+@pytest.mark.parametrize("name", ["directory_replaced", "file_removed"])
+def test_a_save_whose_files_are_gone_is_not_completed(failed: Any, name: str) -> None:
+    ranks = failed[f"{name}:forked"]
+    raised_everywhere(ranks)
+    for outcome in ranks:
+        text = outcome["raised"]["text"]
+        assert "the file is missing" in text or "removed or replaced" in text, text
+    nothing_points_to_it(ranks)
+    assert ranks[0].get("good", []) == []
+
+
 def test_an_unwritable_directory_is_refused_before_anything_is_written(failed: Any) -> None:
     ranks = failed["unwritable:forked"]
     raised_everywhere(ranks, "rank 0:", "metadata.json")
@@ -243,7 +263,7 @@ def test_damage_is_refused_before_a_load_changes_anything(failed: Any) -> None:
         for name in ("flipped", "cut"):
             assert outcome[name]["type"] == "CheckpointError", outcome[name]
             assert outcome[name]["unchanged"], name
-            assert "__1_0.distcp" in outcome[name]["text"]
+            assert outcome["file"] in outcome[name]["text"]
         assert "bytes [0, " in outcome["flipped"]["text"]
         assert "optimizer" in outcome["flipped"]["text"]
 

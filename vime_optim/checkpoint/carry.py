@@ -85,9 +85,13 @@ def _plain_group(group: dict[Any, Any]) -> dict[str, Any]:
             value = plain_step(value)
         if isinstance(value, tuple):
             value = list(value)
-        if value is None or isinstance(value, bool | int | float | str | list):
+        if _is_plain(value) or (isinstance(value, list) and all(map(_is_plain, value))):
             plain[str(key)] = value
     return plain
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def common_from_index(metadata: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The commands inspect, diff, repair, export and import: arguments and printing only.
+"""The commands inspect, check, diff, repair, export and import: arguments and printing only.
 
 Exit status: 0 fine (diff: equal), 1 faults found (diff: different), 2 it cannot be said or done.
 """
@@ -6,6 +6,7 @@ Exit status: 0 fine (diff: equal), 1 faults found (diff: different), 2 it cannot
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import re
@@ -16,7 +17,7 @@ from vime_optim.errors import VimeOptimError
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 DTYPES = ("float32", "float16", "bfloat16", "float64")
-COMMANDS = ("inspect", "diff", "repair", "export", "import")
+COMMANDS = ("inspect", "check", "diff", "repair", "export", "import")
 
 
 def byte_count(text: str) -> int:
@@ -28,10 +29,14 @@ def byte_count(text: str) -> int:
 
 
 def add_arguments(subparsers: Any) -> None:
-    """Adds the five commands to `ArgumentParser.add_subparsers()`'s result."""
+    """Adds the six commands to `ArgumentParser.add_subparsers()`'s result."""
     inspect = _command(subparsers, "inspect", "say what a checkpoint holds and what is wrong")
     inspect.add_argument("directory", help="iter_XXXXXXX directory")
     inspect.add_argument("--tree", action="store_true", help="list every tensor")
+
+    check = _command(subparsers, "check", "compare every byte with what was written")
+    check.add_argument("directory", help="iter_XXXXXXX directory that vime_optim saved")
+    check.add_argument("--quick", action="store_true", help="sizes and stamps alone")
 
     diff = _command(subparsers, "diff", "compare two checkpoints bit by bit, by name")
     diff.add_argument("a")
@@ -122,6 +127,15 @@ def _run_inspect(args: argparse.Namespace) -> tuple[int, Any, list[str]]:
     return (1 if report.errors else 0), report.to_dict(), inspect_lines(report)
 
 
+def _run_check(args: argparse.Namespace) -> tuple[int, Any, list[str]]:
+    from vime_optim.checkpoint.render import check_lines
+    from vime_optim.writer.manifest import require_manifest, verify_directory
+
+    require_manifest(args.directory)
+    outcome = verify_directory(args.directory, deep=not args.quick)
+    return (0 if outcome.ok else 1), dataclasses.asdict(outcome), check_lines(outcome)
+
+
 def _run_diff(args: argparse.Namespace) -> tuple[int, Any, list[str]]:
     from vime_optim.checkpoint.diff import diff_checkpoints
     from vime_optim.checkpoint.render import diff_lines
@@ -172,6 +186,7 @@ def _run_import(args: argparse.Namespace) -> tuple[int, Any, list[str]]:
 
 _RUNNERS = {
     "inspect": _run_inspect,
+    "check": _run_check,
     "diff": _run_diff,
     "repair": _run_repair,
     "export": _run_export,

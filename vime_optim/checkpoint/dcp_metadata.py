@@ -1,24 +1,29 @@
 """Reads `.metadata`, the pickle of torch.distributed.checkpoint (DCP), without trusting it.
 
-Python's C unpickler must not see a hostile file: one opcode makes it fill gigabytes of memo. The
-unpickler of the standard library that is written in Python is used instead, with the opcodes that
-allocate by declaration or name things sideways taken out, and a closed list of classes.
+Python's C unpickler must not see a hostile file: one opcode makes it fill gigabytes of memo. What
+the pickle may cost is looked through first (`pickles.audit`), and a closed list of classes is used.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
+import gc
 import io
 import pathlib
 import pickle
+import sys
+from collections import ChainMap
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint.filesystem as dcp_filesystem
 import torch.distributed.checkpoint.metadata as dcp_metadata
 
-from vime_optim.checkpoint.inert import Inert, inert_class
+from vime_optim.checkpoint.inert import inert_class
+from vime_optim.checkpoint.pickles import audit
 from vime_optim.errors import CheckpointError
 
 MCORE_METADATA = "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata"
@@ -58,66 +63,112 @@ for _value in list(vars(torch).values()):
     if isinstance(_value, torch.dtype):
         _CLASSES[str(_value)] = _value
 
-for _name in ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData", "WriteItemType"):
-    # megatron-core 0.16 keeps its save plans in the metadata for the next save; not needed here.
-    _name = f"torch.distributed.checkpoint.planner.{_name}"
+_PLANNED = tuple(
+    f"torch.distributed.checkpoint.planner.{name}"
+    for name in ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData", "WriteItemType")
+)
+"""megatron-core 0.16 keeps its save plans in the metadata for the next save; a job needs them."""
+for _name in _PLANNED:
     _CLASSES[_name] = inert_class(_name)
 _CLASSES[_SAVE_PLAN] = inert_class(_SAVE_PLAN)
 
-_BUILDABLE = (
-    Inert,
-    dcp_metadata.BytesStorageMetadata,
-    dcp_metadata.ChunkStorageMetadata,
-    dcp_metadata.Metadata,
-    dcp_metadata.MetadataIndex,
-    dcp_metadata.StorageMeta,
-    dcp_metadata.TensorProperties,
-    dcp_metadata.TensorStorageMetadata,
-    dcp_filesystem._StorageInfo,
-)
 
-_FORBIDDEN = (
-    pickle.EXT1,
-    pickle.EXT2,
-    pickle.EXT4,
-    pickle.INST,
-    pickle.OBJ,
-    pickle.PERSID,
-    pickle.BINPERSID,
-    pickle.BYTEARRAY8,
-    pickle.NEXT_BUFFER,
-    pickle.READONLY_BUFFER,
-)
+class _Unpickler(pickle.Unpickler):
+    """Python's fast one, for pickles that `audit` let through, with a closed list of names."""
 
-
-class _MetadataUnpickler(pickle._Unpickler):
-    dispatch: ClassVar[dict[int, Any]] = {
-        opcode: method
-        for opcode, method in pickle._Unpickler.dispatch.items()
-        if bytes([opcode]) not in _FORBIDDEN
-    }
+    def __init__(self, data: bytes, classes: Mapping[str, Any]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._classes = classes
 
     def find_class(self, module: str, name: str) -> Any:
         dotted = f"{module.replace('__builtin__', 'builtins')}.{name}"
-        if dotted not in _CLASSES:
+        if dotted not in self._classes:
             raise CheckpointError(
                 "The checkpoint's .metadata asks to import a name that DCP never writes; "
                 "nothing was run.",
                 where=".metadata",
-                got=dotted,
+                got=dotted[:200],
                 expected="classes of torch.distributed.checkpoint alone",
                 next_step="Do not load this checkpoint elsewhere before you know who wrote it.",
             )
-        return _CLASSES[dotted]
+        return self._classes[dotted]
 
-    def load_build(self) -> None:
-        # On a class, this opcode would set attributes of torch's own class in this process.
-        target = self.stack[-2]  # type: ignore[attr-defined]
-        if not isinstance(target, _BUILDABLE):
-            raise pickle.UnpicklingError(f"state for a {type(target).__name__}")
-        super().load_build()  # type: ignore[misc]
 
-    dispatch[pickle.BUILD[0]] = load_build
+def _unpickle(data: bytes, classes: Mapping[str, Any], where: str) -> Any:
+    try:
+        audit(data)
+        with _without_collection():
+            return _Unpickler(data, classes).load()
+    except (CheckpointError, MemoryError):
+        raise
+    except Exception as error:
+        raise _damaged(error, where) from error
+
+
+def _damaged(error: Exception, where: str) -> CheckpointError:
+    """Anything may come out of a damaged pickle: TypeError from a constructor, struct.error. All of
+    it means that this is no DCP metadata."""
+    return CheckpointError(
+        "The checkpoint's .metadata is damaged or not written by torch.distributed.checkpoint.",
+        where=where,
+        got=f"{type(error).__name__}: {error}"[:200],
+        next_step="Copy it again from its source; without it no tensor can be located.",
+    )
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """A million small objects come to life at once; looking for garbage among them again and again
+    takes four times as long as making them."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def load_metadata(data: bytes, where: str = ".metadata") -> Any:
+    """What `pickle.load` gives for a `.metadata` file, for a job that loads it: torch's classes,
+    Megatron's where they are imported, and those that the user allowed with
+    torch.serialization.add_safe_globals. Executes nothing else.
+
+    Raises:
+        CheckpointError: not DCP's, hostile or damaged; names a class outside of the list; or a
+            data file outside of the directory.
+    """
+    raw = _unpickle(data, _classes_of_job(), where)
+    if not isinstance(raw, dcp_metadata.Metadata):
+        raise _damaged(TypeError(f"a {type(raw).__name__} instead of Metadata"), where)
+    try:
+        for info in dict(raw.storage_data or {}).values():
+            _require_inside(info)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise _damaged(error, where) from error
+    return raw
+
+
+def _require_inside(info: Any) -> None:
+    name = info.relative_path
+    if type(name) is not str or name.startswith("/") or "\0" in name or ".." in name.split("/"):
+        raise ValueError(f"a data file {name!r} outside of the directory")
+    if any(type(n) is not int or n < 0 for n in (info.offset, info.length)):
+        raise ValueError(f"a place at {info.offset!r} of length {info.length!r}")
+
+
+def _classes_of_job() -> Mapping[str, Any]:
+    real = {name: _imported(name) for name in (*_PLANNED, MCORE_METADATA, _SAVE_PLAN)}
+    allowed = {}
+    for entry in torch.serialization.get_safe_globals():
+        value, name = entry if isinstance(entry, tuple) else (entry, None)
+        allowed[name or f"{value.__module__}.{value.__qualname__}"] = value
+    return ChainMap({n: v for n, v in real.items() if v is not None}, _CLASSES, allowed)
+
+
+def _imported(dotted: str) -> Any:
+    module, _, name = dotted.rpartition(".")
+    return getattr(sys.modules.get(module), name, None)
 
 
 @dataclass(frozen=True)
@@ -185,20 +236,13 @@ def parse_metadata(data: bytes) -> Index:
     Raises:
         CheckpointError: not DCP's, hostile, or damaged.
     """
+    raw = _unpickle(data, _CLASSES, ".metadata")
     try:
-        raw = _MetadataUnpickler(io.BytesIO(data)).load()
         return _index(raw)
     except (CheckpointError, MemoryError):
         raise
     except Exception as error:
-        # Anything may come out of a damaged pickle: KeyError from the dispatch, TypeError from a
-        # constructor, struct.error. All of it means that this is no DCP metadata.
-        raise CheckpointError(
-            "The checkpoint's .metadata is damaged or not written by torch.distributed.checkpoint.",
-            where=".metadata",
-            got=f"{type(error).__name__}: {error}"[:200],
-            next_step="Copy it again from its source; without it no tensor can be located.",
-        ) from error
+        raise _damaged(error, ".metadata") from error
 
 
 def _index(raw: Any) -> Index:
@@ -260,8 +304,11 @@ def _text(value: Any) -> str:
     return value
 
 
-def dump_metadata(index: Index, located: dict[str, Location]) -> bytes:
-    """`.metadata` again, with other locations for the objects named in `located`.
+def dump_metadata(
+    index: Index, located: dict[str, Location], attributes: Mapping[str, Any] | None = None
+) -> bytes:
+    """`.metadata` again, with other locations for the objects named in `located`, and with further
+    attributes, which readers pass over.
 
     Metadata that an old megatron-core wrapped is written as torch's own class, which every release
     from 0.15 on reads (they take the wrapper's extra data with getattr).
@@ -281,4 +328,5 @@ def dump_metadata(index: Index, located: dict[str, Location]) -> bytes:
         storage_meta=None,
         version=getattr(raw, "version", None),
     )
+    vars(plain).update(attributes or {})
     return pickle.dumps(plain)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import reprlib
 from functools import cache
 from typing import Any, ClassVar
 
@@ -59,7 +60,7 @@ class Inert(metaclass=InertMeta):
         return hash(type(self).dotted_name)
 
     def __repr__(self) -> str:
-        return f"<inert {type(self).dotted_name}{self.args!r}>"
+        return f"<inert {type(self).dotted_name}{reprlib.repr(self.args)}>"
 
 
 @cache

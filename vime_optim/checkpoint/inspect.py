@@ -170,6 +170,11 @@ def _chunks_fault(entry: TensorEntry) -> str | None:
     fault = cover_fault(entry)
     if fault is None and any(c.location is None for c in entry.chunks if c.numel):
         return "a chunk has no place in any file"
+    for chunk in entry.chunks:
+        size_bytes = chunk.numel * entry.dtype.itemsize
+        if chunk.location is not None and size_bytes > chunk.location.length_bytes:
+            place = f"a place of {chunk.location.length_bytes} bytes"
+            return fault or f"a chunk of {size_bytes} bytes has {place}"
     return fault
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import io
+import math
 import os
 import pickle
 import struct
@@ -20,13 +21,21 @@ from typing import IO, Any
 import numpy as np
 import torch
 
+from vime_optim.checkpoint.pickles import audit
 from vime_optim.checkpoint.safe_load import open_archive, pickle_globals, read_data_pickle
 from vime_optim.errors import CheckpointError
 
 _PICKLE_LIMIT_BYTES = 64 * 1024
 """Largest data.pkl of a single tensor; real ones take about 200 bytes."""
 
+_AUDITED_BYTES = 16 * 1024 * 1024
+"""Largest data.pkl that torch's reader may see: subclasses of tensors hold more."""
+
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+
+
+class ImpossibleTensor(CheckpointError):
+    """A stored tensor of more elements than its storage has, of stride 0 for example."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +186,7 @@ def read_layout(window: FileWindow, offset_bytes: int, length_bytes: int, where:
         with open_archive(_as_file(window)) as archive:
             data = read_data_pickle(archive, length_bytes, _PICKLE_LIMIT_BYTES)
             return _layout(archive, window, _tensor(data), offset_bytes)
-    except MemoryError:
+    except (ImpossibleTensor, MemoryError):
         raise
     except Exception as error:
         raise CheckpointError(
@@ -189,9 +198,20 @@ def read_layout(window: FileWindow, offset_bytes: int, length_bytes: int, where:
         ) from error
 
 
+def audit_item(window: FileWindow, length_bytes: int) -> None:
+    """Refuse a tensor's archive whose pickle is not what torch's own reader should run.
+
+    Raises:
+        ValueError, pickle.UnpicklingError, zipfile.BadZipFile: says why.
+    """
+    with open_archive(_as_file(window)) as archive:
+        audit(read_data_pickle(archive, length_bytes, _AUDITED_BYTES))
+
+
 @functools.lru_cache(maxsize=512)
 def _tensor(data: bytes) -> _Tensor:
     """What a data.pkl describes; the tensors of one shape have the same one."""
+    audit(data)
     for name in pickle_globals(data):
         if name not in _ALLOWED:
             raise ValueError(f"names {name}, which is not part of a tensor")
@@ -225,6 +245,13 @@ def _layout(
     data_start = entry.header_offset + _LOCAL_HEADER.size + header[9] + header[10]
     if header[0] != b"PK\x03\x04" or data_start + entry.file_size > window.seek(0, os.SEEK_END):
         raise ValueError("the zip's entries do not fit the file")
+    numel = math.prod(tensor.shape)
+    if numel > max(1, entry.file_size // itemsize):
+        raise ImpossibleTensor(
+            "An item of the checkpoint claims to be larger than what it stores.",
+            got=f"{numel} elements in {entry.file_size} bytes",
+            next_step="Do not use this checkpoint: torch.save writes nothing like it for Megatron.",
+        )
     start = offset_bytes + data_start + tensor.offset_elem * itemsize
     strides = None if _contiguous(tensor.shape, tensor.strides_elem) else tensor.strides_elem
     return ItemLayout(tensor.storage.dtype, tensor.shape, start, strides, extent)

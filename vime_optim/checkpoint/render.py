@@ -9,6 +9,7 @@ from vime_optim.checkpoint.cli import printable
 from vime_optim.checkpoint.diff import CANNOT_SAY, DIFFERENT, EQUAL, DiffReport, TensorDiff
 from vime_optim.checkpoint.inspect import Report, TensorSummary
 from vime_optim.checkpoint.repair import RepairPlan
+from vime_optim.writer.manifest import Verification
 
 WIDTH = 80
 _LISTED = 20
@@ -114,6 +115,18 @@ def _difference(found: TensorDiff) -> str:
     if found.max_abs_diff is not None:
         text += f", at most {found.max_abs_diff:.6g} apart"
     return text if found.what == "values" else f"{found.what}; {text}"
+
+
+def check_lines(outcome: Verification) -> list[str]:
+    """What `vime-optim check` prints."""
+    lines = []
+    for problem in outcome.problems:
+        lines += _wrap(str(problem), first="wrong  ")
+    for name in outcome.uncovered:
+        lines += _wrap(f"{name}: the manifest does not name it", first="note   ")
+    read = f", {size_text(outcome.bytes_read)} read" if outcome.bytes_read else ""
+    verdict = "all as they were written" if outcome.ok else f"{len(outcome.problems)} problems"
+    return [*lines, f"{outcome.files} files{read}: {verdict}"]
 
 
 def repair_lines(plan: RepairPlan) -> list[str]:

@@ -36,6 +36,14 @@ from vime_optim.checkpoint.output import (
 from vime_optim.checkpoint.reader import COMMON_STATE_KEY, Checkpoint
 from vime_optim.checkpoint.safe_load import save_common, strip_classes, walk
 from vime_optim.errors import CheckpointError
+from vime_optim.writer.fastfile import digest_file
+from vime_optim.writer.manifest import (
+    MANIFEST_MARK,
+    MANIFEST_NAME,
+    Manifest,
+    check_entry,
+    read_manifest,
+)
 
 CONFIG = {
     "sharded_backend": "torch_dist",
@@ -102,7 +110,8 @@ def repair_checkpoint(
         work = _Work()
         _mend_states(checkpoint, work, plan)
         _mend_config(checkpoint, work, plan)
-        _pack_objects(checkpoint, work)
+        manifest = _old_manifest(checkpoint, plan)
+        _pack_objects(checkpoint, work, manifest is not None)
         _drop_manifest(checkpoint, work, plan)
         if dry_run:
             plan.files = {name: "as it is" for name in _unchanged(checkpoint, work)}
@@ -110,6 +119,8 @@ def repair_checkpoint(
         else:
             with new_directory(Path(target)) as folder:
                 _write(checkpoint, work, folder, plan, link)
+                if manifest is not None:
+                    _write_manifest(manifest, folder, plan)
     return plan
 
 
@@ -221,9 +232,51 @@ def _mend_config(checkpoint: Checkpoint, work: _Work, plan: RepairPlan) -> None:
         work.files["metadata.json"] = json.dumps(CONFIG).encode()
 
 
-def _pack_objects(checkpoint: Checkpoint, work: _Work) -> None:
-    """Puts changed objects into one new file and points the metadata there."""
+def _old_manifest(checkpoint: Checkpoint, plan: RepairPlan) -> Manifest | None:
+    try:
+        manifest = read_manifest(checkpoint.path)
+    except CheckpointError:
+        plan.changes.append(f"{MANIFEST_NAME}: left out, as it is damaged")
+        return None
+    if manifest is not None:
+        plan.changes.append(f"{MANIFEST_NAME}: written again, for the files of the copy")
+    return manifest
+
+
+def _write_manifest(old: Manifest, folder: Path, plan: RepairPlan) -> None:
+    """Files that were only linked or copied keep their digests; those that are new get their own.
+
+    Raises:
+        CheckpointError: a file is not the one that the old manifest names.
+    """
+    made = Manifest(chunk_bytes=old.chunk_bytes)
+    for name, how in plan.files.items():
+        entry = old.entries.get(name)
+        if how == "new" or entry is None:
+            made.add(digest_file(folder / name, name, made.chunk_bytes))
+            continue
+        for problem in check_entry(folder, entry):
+            raise CheckpointError(
+                "A file is not the one that was saved.",
+                where=f"{plan.source}: {problem.file}",
+                got=problem.what,
+                next_step="Copy it again; `vime-optim check` names every such file.",
+            )
+        made.entries[name] = entry
+    made.write(folder)
+    plan.files[MANIFEST_NAME] = "new"
+
+
+def _pack_objects(checkpoint: Checkpoint, work: _Work, has_manifest: bool) -> None:
+    """Puts changed objects into one new file and points the metadata there.
+
+    Metadata that say that a manifest was written are written again where the copy has none.
+    """
+    marked = getattr(checkpoint.index.raw, MANIFEST_MARK, False)
+    attributes = {MANIFEST_MARK: True} if has_manifest else {}
     if not work.objects:
+        if marked and not has_manifest:
+            work.files[".metadata"] = dump_metadata(checkpoint.index, {})
         return
     packed, located = b"", {}
     name = next(
@@ -234,7 +287,7 @@ def _pack_objects(checkpoint: Checkpoint, work: _Work) -> None:
         located[key] = Location(name, len(packed), len(data))
         packed += data
     work.files[name] = packed
-    work.files[".metadata"] = dump_metadata(checkpoint.index, located)
+    work.files[".metadata"] = dump_metadata(checkpoint.index, located, attributes)
 
 
 def _is_free(checkpoint: Checkpoint, name: str) -> bool:
@@ -252,7 +305,7 @@ def _manifests(checkpoint: Checkpoint) -> list[str]:
 
 
 def _unchanged(checkpoint: Checkpoint, work: _Work) -> list[str]:
-    skipped = set(_manifests(checkpoint)) if work.files else set()
+    skipped = {MANIFEST_NAME, *(_manifests(checkpoint) if work.files else ())}
     return sorted(
         entry.name
         for entry in os.scandir(checkpoint.path)

@@ -9,7 +9,6 @@ classes (they leak into the common state, fault F9) and Megatron's enums become 
 from __future__ import annotations
 
 import argparse
-import errno
 import io
 import os
 import pathlib
@@ -36,7 +35,9 @@ from vime_optim.checkpoint.inert import (
     is_inert_class,
     numpy_scalar,
 )
-from vime_optim.errors import CheckpointError
+from vime_optim.checkpoint.pickles import audit
+from vime_optim.checkpoint.plain import read_plain
+from vime_optim.errors import CheckpointError, one_line
 
 DEFAULT_LIMIT_BYTES = 256 * 1024 * 1024
 """Largest common state or sharded object that is read; real ones hold a few megabytes at most."""
@@ -49,6 +50,7 @@ _KNOWN_PROJECTS = ("megatron.", "transformer_engine.")
 
 _NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
 _CONTAINERS = (dict, list, tuple, set, frozenset, Inert, *_NAMESPACES)
+_LONGEST_PATH = 10_000
 _DIRECTORY_LIMIT_BYTES = 4 * 1024 * 1024
 
 OPTIMIZER_CLASSES = (
@@ -202,6 +204,19 @@ def read_data_pickle(archive: zipfile.ZipFile, size_bytes: int, limit_bytes: int
     return archive.read(pickles[0])
 
 
+def audited_names(data: bytes | memoryview, limit_bytes: int) -> set[str]:
+    """What a torch.save archive asks to import, once its pickle is known to be harmless to run.
+
+    Raises:
+        ValueError, pickle.UnpicklingError, zipfile.BadZipFile: it is not a whole archive, or its
+            pickle would take more than a multiple of its length.
+    """
+    with open_archive(io.BytesIO(data)) as archive:
+        content = read_data_pickle(archive, len(data), limit_bytes)
+    audit(content)
+    return set(pickle_globals(content))
+
+
 def load_common(
     source: str | os.PathLike[str] | bytes,
     *,
@@ -229,8 +244,7 @@ def load_common(
     label = where or ("bytes" if isinstance(source, bytes) else os.fspath(source))
     data = source if isinstance(source, bytes) else _read_file(Path(source), label, limit_bytes)
     try:
-        with open_archive(io.BytesIO(data)) as archive:
-            names = set(pickle_globals(read_data_pickle(archive, len(data), limit_bytes)))
+        names = audited_names(data, limit_bytes)
         unknown = names - _ALLOWED_NAMES
         never = {name for name in unknown if name.partition(".")[0] in _NEVER_KEPT}
         _refuse_unknown(never if keep_unknown_classes else unknown, label)
@@ -250,7 +264,7 @@ def load_common(
         raise CheckpointError(
             "This file cannot be read as a torch.save archive.",
             where=label,
-            got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300],
+            got=one_line(error),
             expected="a zip archive written by torch.save, whole and uncompressed",
             next_step="Copy the file again from its source; if that is the same, it is damaged.",
         ) from error
@@ -279,19 +293,8 @@ def _only_our_globals(more: list[tuple[Any, str]]) -> Iterator[None]:
 
 def _read_file(path: Path, label: str, limit_bytes: int) -> bytes:
     try:
-        if not path.is_file():
-            raise FileNotFoundError(errno.ENOENT, "no such file, or not a plain one")
-        size_bytes = path.stat().st_size
-        if size_bytes > limit_bytes:
-            raise CheckpointError(
-                "This file is too large for what it should hold.",
-                where=label,
-                got=f"{size_bytes} bytes",
-                expected=f"at most {limit_bytes} bytes",
-                next_step="Check that the directory is a Megatron checkpoint.",
-            )
-        return path.read_bytes()
-    except OSError as error:
+        return read_plain(path, limit_bytes)
+    except FileNotFoundError as error:
         raise CheckpointError(
             "A file of the checkpoint cannot be read.",
             where=label,
@@ -358,6 +361,9 @@ def walk(value: Any, path: str = "") -> list[tuple[Any, Any, Any, str]]:
     """(parent, key, item, dotted path) of everything in nested containers and namespaces.
 
     Shared and cyclic containers are entered once.
+
+    Raises:
+        ValueError: nested deeper than anything that Megatron saves.
     """
     found: list[tuple[Any, Any, Any, str]] = []
     seen: set[int] = set()
@@ -367,6 +373,8 @@ def walk(value: Any, path: str = "") -> list[tuple[Any, Any, Any, str]]:
         if id(parent) in seen:
             continue
         seen.add(id(parent))
+        if len(prefix) > _LONGEST_PATH:
+            raise ValueError(f"nested too deep, at {prefix[:100]}...")
         items: Iterable[tuple[Any, Any]]
         if isinstance(parent, dict):
             items = parent.items()

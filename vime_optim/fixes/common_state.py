@@ -13,22 +13,38 @@ Remove when: no checkpoint of megatron-core 0.15 to 0.18 is left.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from vime_optim.errors import CheckpointError
+from vime_optim.errors import CheckpointError, one_line
 from vime_optim.registry import Fix, Hit, Target, takes
+
+_LIMIT_BYTES = 1 << 30
+_NO_WEIGHTS_ONLY = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+_thread = threading.local()
 
 
 def _wrap_load_common(original: Any, hit: Hit) -> Any:
     def load_common(*args: Any, **kwargs: Any) -> Any:
+        from vime_optim.writer import loadcheck
+
         hit()
+        if getattr(_thread, "reading", False):  # one of the functions here calls another
+            return original(*args, **kwargs)
         # Positional in a method and in a function alike: the directory is the last of the two.
         directory = kwargs.get("checkpoint_dir", args[-1] if args else "")
         stand_ins = _stand_ins(os.path.join(str(directory), "common.pt"))
-        with torch.serialization.safe_globals(stand_ins):
+        with (
+            torch.serialization.safe_globals(stand_ins),
+            _read_under_weights_only(),
+            loadcheck.errors_of_ours(str(directory)),
+        ):
             state = original(*args, **kwargs)
         mend_common_state(state)
         return state
@@ -44,15 +60,45 @@ def _stand_ins(path: str) -> list[Any]:
     that turns up anywhere but as an option of a param group is refused afterwards.
     """
     from vime_optim.checkpoint.inert import inert_class
-    from vime_optim.checkpoint.safe_load import OPTIMIZER_CLASSES
+    from vime_optim.checkpoint.plain import read_plain
+    from vime_optim.checkpoint.safe_load import OPTIMIZER_CLASSES, audited_names
 
     names = set(OPTIMIZER_CLASSES)
-    if os.path.isfile(path):
+    try:
+        data = read_plain(path, _LIMIT_BYTES)
+    except FileNotFoundError:
+        data = None  # part of the sharded state from 0.19 on
+    if data is not None:
         try:
-            names |= set(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-        except Exception:
-            pass  # not a file of torch.save: Megatron's own read says so better
+            audited_names(data, _LIMIT_BYTES)
+            unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
+            names |= set(unsafe)
+        except Exception as error:
+            raise _unreadable(path, error) from None
     return [(inert_class(name), name) for name in sorted(names)]
+
+
+def _unreadable(path: str, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        "the common state cannot be read",
+        where=path,
+        got=one_line(error),
+        expected="a torch.save archive, whole and uncompressed",
+        next_step="copy the checkpoint again from its source, or load another",
+    )
+
+
+@contextlib.contextmanager
+def _read_under_weights_only() -> Iterator[None]:
+    """Whatever the environment says: TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD would run the file's code."""
+    forced = os.environ.pop(_NO_WEIGHTS_ONLY, None)
+    _thread.reading = True
+    try:
+        yield
+    finally:
+        _thread.reading = False
+        if forced is not None:
+            os.environ[_NO_WEIGHTS_ONLY] = forced
 
 
 def mend_common_state(state: Any) -> list[str]:

@@ -9,7 +9,7 @@ Changes: the async callers of megatron-core and nvidia-resiliency-ext register w
 and watch it (writer/guard, stage, watch, dispatch); files are written by our writer, which never
 raises in the worker and digests on the way (writer/task, fastfile); `save` and `load` agree across
 ranks (writer/commit, loadcheck).
-Leaves alone: planning, `.metadata`, names of files, multi-storage-client paths, writers with stream
+Leaves alone: planning, `.metadata`, multi-storage-client paths, writers with stream
 extensions, local checkpoints.
 Remove when: upstream hands persistent workers copies, watches its workers, and refuses directories
 that are not whole.
@@ -204,6 +204,17 @@ def _wrap_prepare(original: Any, hit: Hit) -> Any:
     return prepare_write_data
 
 
+def _wrap_names(original: Any, hit: Hit) -> Any:
+    """Own names for the files of a writer whose buckets are its own business."""
+
+    def prepare_write_data(self: Any, plan: Any, planner: Any) -> None:
+        from vime_optim.writer import buckets
+
+        original(self, buckets.with_own_names(plan) if _writes_plain_files(self) else plan, planner)
+
+    return prepare_write_data
+
+
 def _diagnose_prepare(module: ModuleType, original: Any) -> Diagnosis:
     reason = missing_parameters(original, "plan", "planner")
     if reason:
@@ -245,14 +256,22 @@ def _wrap_results_queue(original: Any, hit: Hit) -> Any:
 
 def _wrap_finish(original: Any, hit: Hit) -> Any:
     def finish(self: Any, metadata: Any, results: Any) -> None:
-        original(self, metadata, results)
-        if _writes_plain_files(self):
-            from vime_optim.writer import commit
+        from vime_optim.writer import commit
+        from vime_optim.writer.manifest import MANIFEST_MARK
 
-            session = commit.session_of(self.checkpoint_dir)
-            if session is None or session.error is None:
-                hit()
-                commit.write_manifest(str(self.checkpoint_dir), results)
+        plain = _writes_plain_files(self)
+        session = commit.session_of(self.checkpoint_dir) if plain else None
+        if session is not None:
+            session.take_away_marks()  # of a save that ended here since this one began
+        recorded = plain and commit.is_recorded(results)
+        if recorded:
+            setattr(metadata, MANIFEST_MARK, True)
+        else:
+            vars(metadata).pop(MANIFEST_MARK, None)  # metadata may be that of an earlier save
+        original(self, metadata, results)
+        if recorded and (session is None or session.error is None):
+            hit()
+            commit.write_manifest(str(self.checkpoint_dir), results)
 
     return finish
 
@@ -323,6 +342,12 @@ FIXES: tuple[Fix, ...] = (
                 diagnose=_diagnose_prepare,
             ),
             *_writer_targets(_NVRX, "core", optional=True),
+            Target(
+                f"{_NVRX}.filesystem_async",
+                "FileSystemWriterAsync.prepare_write_data",
+                _wrap_names,
+                optional=True,
+            ),
         ),
     ),
     Fix(

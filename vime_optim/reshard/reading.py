@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vime_optim.checkpoint.plain import require_plain
 from vime_optim.errors import CheckpointError
 from vime_optim.reshard.pieces import Comb, combs, cut
 
@@ -134,7 +135,8 @@ class BoxReader:
                 self.drain()
                 self._close_files()
             try:
-                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                # A pipe would hold up a blocking open, and a device reads without an end.
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             except OSError as error:
                 raise CheckpointError(
                     "a file of the checkpoint cannot be opened",
@@ -142,6 +144,7 @@ class BoxReader:
                     got=f"{type(error).__name__}: {error.strerror}",
                 ) from error
             self._files[path] = descriptor
+            require_plain(path, os.fstat(descriptor).st_mode)
         return descriptor
 
     def read(

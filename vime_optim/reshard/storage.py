@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from vime_optim import installer
-from vime_optim.errors import CheckpointError
+from vime_optim.checkpoint.items import FileWindow, ImpossibleTensor, audit_item
+from vime_optim.errors import CheckpointError, one_line
 from vime_optim.reshard.coded import Read, set_deferring, shard_of
 from vime_optim.reshard.frames import Layouts
 from vime_optim.reshard.reading import BoxReader, Source, ends_early
@@ -105,6 +106,9 @@ def _locate(reader: Any, boxes: BoxReader, layouts: Layouts, item: Any) -> Sourc
         raise ends_early(path, key, size_bytes, info.offset + info.length)
     try:
         layout = layouts.find(descriptor, info.offset, info.length, f"{path}: {key}")
+    except ImpossibleTensor as error:
+        error.where = f"{path}: {key}"
+        raise
     except CheckpointError:
         return None  # torch may know how to read it, and says so where it does not
     offset, size = tuple(item.storage_offsets), tuple(item.lengths)
@@ -133,7 +137,29 @@ def _start(boxes: BoxReader, source: Source, item: Any, planner: Any) -> bool:
 
 def _read_by_torch(reader: Any, original: Any, plan: Any, planner: Any, item: Any) -> None:
     installer.counters[_TORCH_READ] += 1
+    info = reader.storage_data[item.storage_index]
+    path = os.fspath(reader.fs.concat_path(reader.path, info.relative_path))
+    if not getattr(info, "transform_descriptors", None):
+        _audit(path, info, item.storage_index.fqn)
     _ask_torch(reader, original, plan, planner, item)
+
+
+def _audit(path: str, info: Any, key: str) -> None:
+    """torch's reader runs what weights_only allows, hash bombs among it."""
+    try:
+        with open(path, "rb") as file:
+            audit_item(FileWindow(file.fileno(), info.offset, info.length), info.length)
+    except Exception as error:
+        raise _unreadable(f"{path}: {key}", error) from error
+
+
+def _unreadable(where: str, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        "an item of the checkpoint cannot be read",
+        where=where,
+        got=one_line(error),
+        next_step="copy the file again from its source; if that is the same, it is damaged",
+    )
 
 
 def _ask_torch(reader: Any, original: Any, plan: Any, planner: Any, item: Any) -> None:
@@ -144,9 +170,4 @@ def _ask_torch(reader: Any, original: Any, plan: Any, planner: Any, item: Any) -
     except Exception as error:
         info = reader.storage_data[item.storage_index]
         path = reader.fs.concat_path(reader.path, info.relative_path)
-        raise CheckpointError(
-            "an item of the checkpoint cannot be read",
-            where=f"{path}: {item.storage_index.fqn}",
-            got=f"{type(error).__name__}: {error}"[:300],
-            next_step="copy the file again from its source; if that is the same, it is damaged",
-        ) from error
+        raise _unreadable(f"{path}: {item.storage_index.fqn}", error) from error

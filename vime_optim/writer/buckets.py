@@ -7,18 +7,29 @@ as the write. A view needs no copy here because the file writer takes its bytes,
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import secrets
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StoragePrefix
 from torch.distributed.checkpoint.planner import WriteItemType
 
 from vime_optim.writer.channel import ResultChannel
 
 _BYTES_PER_FILE = 256 << 20  # below this, another file costs more than it brings
 _MOST_FILES = 8
+
+
+def with_own_names(plan: Any) -> Any:
+    """The plan with names for its files that no other save has: `__<rank>_<random>_<n>.distcp`.
+
+    Not even a writer that outlived its job then replaces a file of a later save to the directory.
+    """
+    prefix = f"{plan.storage_data.prefix}{secrets.token_hex(4)}_"
+    return dataclasses.replace(plan, storage_data=_StoragePrefix(prefix))
 
 
 def prepare_write_data(module: ModuleType, writer: Any, plan: Any, planner: Any) -> None:
@@ -28,6 +39,7 @@ def prepare_write_data(module: ModuleType, writer: Any, plan: Any, planner: Any)
         module: Megatron's filesystem_async, for its own ways to split the items.
         writer, plan, planner: as in `FileSystemWriterAsync.prepare_write_data`.
     """
+    plan = with_own_names(plan)
     writer.thread_count = file_count(writer.thread_count, plan.items)
     bins = writer.thread_count
     if writer.separation_hint is not None:

@@ -7,9 +7,12 @@ an old one is taken away before the first byte of a new save is written.
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
+import functools
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +21,22 @@ import torch
 from vime_optim.errors import WriterError
 from vime_optim.writer.agreement import agree, describe
 from vime_optim.writer.fastfile import FileRecord, digest_file
-from vime_optim.writer.manifest import MANIFEST_NAME, Item, Manifest, amend, sync_directory
+from vime_optim.writer.lock import DirectoryLock
+from vime_optim.writer.manifest import (
+    MANIFEST_NAME,
+    Entry,
+    Item,
+    Manifest,
+    amend,
+    check_entry,
+    sync_directory,
+)
 from vime_optim.writer.task import RecordedResult
 
 _PROBE_NAME = ".vime_optim_probe"
 _COMMIT_FILES = ("metadata.json", MANIFEST_NAME, ".metadata")  # in the order of removal
 _PROBE_BYTES = 4096
+_DATA_FILE = re.compile(r"(?!\.).*__\d+_\w+\.distcp")
 
 
 class SaveSession:
@@ -36,11 +49,11 @@ class SaveSession:
     def __init__(self, directory: str) -> None:
         self.directory = directory
         self.error: str | None = None
-        self._lock_fd = -1
+        self._lock: DirectoryLock | None = None
 
     def begin(self) -> None:
-        """Collective. Rank 0 locks the directory, proves it writable and takes away the marks of
-        an older checkpoint in it.
+        """Collective. Rank 0 locks the directory, proves it writable and takes away an older
+        checkpoint in it, marks first.
 
         Raises:
             WriterError: on every rank, when rank 0 could not.
@@ -55,9 +68,10 @@ class SaveSession:
 
     def _prepare(self) -> None:
         directory = Path(self.directory)
-        self._lock()
-        for name in _COMMIT_FILES:
-            (directory / name).unlink(missing_ok=True)
+        self._lock = DirectoryLock.of(self.directory)
+        self.take_away_marks()
+        if self._lock.sessions == 1:  # else another save of this process is writing here
+            _take_away_data(directory)
         probe = directory / _PROBE_NAME
         try:
             with open(probe, "wb") as file:
@@ -67,24 +81,10 @@ class SaveSession:
         finally:
             probe.unlink(missing_ok=True)
 
-    def _lock(self) -> None:
-        """Lock the directory itself: a lock file would be taken for an old checkpoint's rest."""
-        try:
-            fd = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError:
-            return  # the probe, or the save itself, says what is wrong with it
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            raise RuntimeError(
-                "another save is writing to it: a second job, or a writer of an earlier save"
-            ) from None
-        except OSError:
-            os.close(fd)  # this file system has no locks
-            return
-        # Forked writers inherit the lock: it holds until the last of them is gone.
-        self._lock_fd = fd
+    def take_away_marks(self) -> None:
+        """What would say of a directory that is being written that it is whole."""
+        for name in _COMMIT_FILES:
+            (Path(self.directory) / name).unlink(missing_ok=True)
 
     def guarded(self, step: Callable[[], Any]) -> Any:
         """Run a step that only this rank takes; its exception waits for the next `agree`."""
@@ -102,41 +102,57 @@ class SaveSession:
             self.release()
 
     def release(self) -> None:
-        """Give up the directory."""
-        if self._lock_fd >= 0:
-            os.close(self._lock_fd)
-            self._lock_fd = -1
+        """Give up the directory; more than once is no more than once."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
 
-_sessions: dict[str, SaveSession] = {}
+def _take_away_data(directory: Path) -> None:
+    """Unlink the data files of an older save; nothing of the new one has their names."""
+    for entry in list(os.scandir(directory)):
+        if _DATA_FILE.fullmatch(entry.name) and not entry.is_dir(follow_symlinks=False):
+            Path(entry.path).unlink(missing_ok=True)
+
+
+_current: ContextVar[SaveSession | None] = ContextVar("vime_optim save", default=None)
+
+
+@contextlib.contextmanager
+def belonging_to(session: SaveSession) -> Iterator[None]:
+    """Within it, Megatron's code runs for this save: two may be under way to one directory."""
+    before = _current.set(session)
+    try:
+        yield
+    finally:
+        _current.reset(before)
+
+
+def session_of(directory: str | os.PathLike[str]) -> SaveSession | None:
+    """The save that the running code belongs to, None where it is not one to `directory`."""
+    session = _current.get()
+    if session is None or os.path.abspath(directory) != os.path.abspath(session.directory):
+        return None
+    return session
 
 
 def open_session(directory: str) -> SaveSession:
-    """Begin a session; one that this process left open for the same directory is given up."""
-    key = os.path.abspath(directory)
-    left = _sessions.pop(key, None)
-    if left is not None:
-        left.release()
     session = SaveSession(directory)
-    _sessions[key] = session
     session.begin()
     return session
 
 
-def session_of(directory: str | os.PathLike[str]) -> SaveSession | None:
-    return _sessions.get(os.path.abspath(directory))
+def finalized_by(session: SaveSession, request: Any) -> None:
+    """Let the finalization of an async request run for its own save, and end with its commit."""
+    request.finalize_fns[:] = [
+        functools.partial(_run_for, session, step) for step in request.finalize_fns
+    ]
+    request.add_finalize_fn(session.finish)
 
 
-def close_session(session: SaveSession) -> None:
-    """Collective: `SaveSession.finish`, and forget it."""
-    _sessions.pop(os.path.abspath(session.directory), None)
-    session.finish()
-
-
-def abandon_session(session: SaveSession) -> None:
-    """Not collective: this rank is raising already."""
-    _sessions.pop(os.path.abspath(session.directory), None)
-    session.release()
+def _run_for(session: SaveSession, step: Callable[[], Any]) -> Any:
+    with belonging_to(session):
+        return step()
 
 
 def rank0_step(session: SaveSession, name: str, step: Callable[[], Any]) -> Any:
@@ -171,7 +187,8 @@ def finalize(
     results = writer.retrieve_write_results()
     # Not always a queue that can be asked twice: the answer is kept for Megatron's own call.
     writer.retrieve_write_results = lambda: results
-    errors = [_failure_in(results, writer)]
+    where = str(writer.checkpoint_dir)
+    errors = [_failure_in(results, writer) or _lost_file(where, results)]
     commit = writer.finish
 
     def finish(*args: Any, **kwargs: Any) -> None:
@@ -182,7 +199,6 @@ def finalize(
             errors.append(describe(error))
 
     writer.finish = finish
-    where = str(writer.checkpoint_dir)
     try:
         agree(next(filter(None, errors), None), "writing the checkpoint failed", where)
         original(writer, global_metadata, dist_wrapper)
@@ -190,7 +206,7 @@ def finalize(
     except WriterError:
         session = session_of(where)
         if session is not None:
-            abandon_session(session)
+            session.release()
         raise
     finally:
         del writer.finish, writer.retrieve_write_results
@@ -209,21 +225,49 @@ def _failure_in(results: Any, writer: Any) -> str | None:
     return describe(cause if cause is not None else error)
 
 
-def write_manifest(directory: str, results: list[list[Any]]) -> None:
-    """On the coordinator, after `.metadata`: the manifest of everything that is there by now.
+def _lost_file(directory: str, results: Any) -> str | None:
+    """A file of this rank's that is no longer what was written; None when all of them are.
 
-    Does nothing when some file was not written by our writer (the manifest would have holes).
+    A directory may be removed or replaced while it is written, and the writer's descriptors do not
+    notice.
     """
+    if not isinstance(results, list):
+        return None
+    ends: dict[str, int] = {}
+    records: dict[str, FileRecord] = {}
+    for result in results:
+        info = result.storage_data
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+        record = getattr(result, "record", None)
+        if isinstance(record, FileRecord):
+            records[record.name] = record
+    for name, end in ends.items():
+        record = records.get(name)
+        try:
+            if record is not None:
+                if problems := check_entry(directory, Entry(record)):
+                    return str(problems[0])
+            elif (Path(directory) / name).stat().st_size < end:
+                return f"{name}: the file is shorter than what was written"
+        except OSError as error:
+            return describe(error)
+    return None
+
+
+def is_recorded(results: list[list[Any]]) -> bool:
+    """Whether our writer wrote all files; otherwise a manifest would have holes."""
+    return all(isinstance(result, RecordedResult) for part in results for result in part)
+
+
+def write_manifest(directory: str, results: list[list[Any]]) -> None:
+    """On the coordinator, after `.metadata`: the manifest of everything that is there by now."""
     manifest = Manifest()
     for rank_results in results:
         items: list[Item] = []
         for result in rank_results:
-            record = getattr(result, "record", None)
-            if not isinstance(result, RecordedResult):
-                return
             items.append(_item(result))
-            if isinstance(record, FileRecord):
-                manifest.add(record, items)
+            if isinstance(result.record, FileRecord):
+                manifest.add(result.record, items)
                 items = []
     for name in (".metadata", "common.pt"):
         path = Path(directory) / name

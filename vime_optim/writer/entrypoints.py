@@ -39,15 +39,15 @@ def _wrap_save(original: Any, hit: Hit) -> Any:
         with agreement.together(operation):
             session = commit.open_session(directory)
             try:
-                request = original(*args, **kwargs)
-                close = functools.partial(commit.close_session, session)
+                with commit.belonging_to(session):
+                    request = original(*args, **kwargs)
                 if request is None:
-                    close()
+                    session.finish()
                 else:
-                    request.add_finalize_fn(close)
+                    commit.finalized_by(session, request)
                     operation.check()
             except BaseException:
-                commit.abandon_session(session)
+                session.release()
                 raise
         return request
 
@@ -76,7 +76,8 @@ def _wrap_load(original: Any, hit: Hit) -> Any:
         template = bound.arguments["sharded_state_dict"]
         with loading.into(template, directory, operation), agreement.together(operation):
             loadcheck.check_before_load(directory, collective=not alone)
-            loaded = original(*args, **kwargs)
+            with loadcheck.errors_of_ours(directory):
+                loaded = original(*args, **kwargs)
             agreement.point()
         return loaded
 

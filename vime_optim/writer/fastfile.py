@@ -191,12 +191,20 @@ def read_stamp(path: str | os.PathLike[str]) -> str | None:
     return trailer[len(_TRAILER_MAGIC) :].hex()
 
 
-def digest_file(path: str | os.PathLike[str], name: str | None = None) -> FileRecord:
-    """Digest a file that something else wrote (common.pt, .metadata)."""
+def digest_file(
+    path: str | os.PathLike[str], name: str | None = None, chunk_bytes: int | None = None
+) -> FileRecord:
+    """Digest a file that something else wrote (common.pt, .metadata).
+
+    Args:
+        name: in the manifest; the path's last part when left out.
+        chunk_bytes: of the manifest; CHUNK_BYTES when left out.
+    """
+    chunk_bytes = chunk_bytes or CHUNK_BYTES
     digests = bytearray()
     size = 0
     with open(path, "rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
+        while chunk := file.read(chunk_bytes):
             digests += xxhash.xxh3_64_digest(chunk)
             size += len(chunk)
     return FileRecord(name or Path(path).name, size, "", bytes(digests))

@@ -1,0 +1,102 @@
+"""What VIME_OPTIM_VERIFY=1 adds to a load: `python -m benchmarks.check_cost --gib 8 --out X.json`.
+
+One process writes files with their manifest, drops nothing from the page cache, and then in turns
+reads all tensors into place (as a load does) and verifies every byte. `--device cuda` reads them
+onto the device. Bytes over seconds, medians of the turns after a warm-up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from vime_optim.checkpoint.items import FileWindow, read_layout
+from vime_optim.reshard.reading import BoxReader, Source, default_threads
+from vime_optim.writer.fastfile import write_file
+from vime_optim.writer.manifest import Manifest, read_manifest, verify_entries
+
+_FILES = 8
+_TENSOR_BYTES = 64 << 20
+
+
+def make(folder: Path, total_bytes: int) -> list[Source]:
+    """Files of float32 tensors; where each tensor lies."""
+    manifest = Manifest()
+    sources = []
+    values = torch.randint(-(2**31), 2**31 - 1, (_TENSOR_BYTES // 4,), dtype=torch.int32)
+    tensor = values.view(torch.float32)
+    count = max(1, total_bytes // _FILES // _TENSOR_BYTES)
+    for number in range(_FILES):
+        path = folder / f"__0_{number}.distcp"
+        extents, record = write_file(path, path.name, [tensor] * count)
+        manifest.add(record)
+        descriptor = os.open(path, os.O_RDONLY)
+        for extent in extents:
+            window = FileWindow(descriptor, extent.offset, extent.length)
+            found = read_layout(window, extent.offset, extent.length, str(path))
+            shape = found.shape
+            at = (0,) * len(shape)
+            sources.append(Source(str(path), "x", found.dtype, found.start_bytes, shape, at, shape))
+        os.close(descriptor)
+    manifest.write(folder)
+    return sources
+
+
+def load(sources: list[Source], targets: list[torch.Tensor]) -> float:
+    began = time.perf_counter()
+    with BoxReader(sum(source.nbytes for source in sources)) as reader:
+        for source, target in zip(sources, targets, strict=True):
+            reader.read(source, target)
+    if targets[0].device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def verify(folder: Path) -> float:
+    began = time.perf_counter()
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    assert not verify_entries(folder, list(manifest.entries.values()), manifest.chunk_bytes)
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gib", type=float, default=1.0)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--folder", default="/dev/shm")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--out")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=given.folder) as name:
+        folder = Path(name)
+        sources = make(folder, int(given.gib * (1 << 30)))
+        targets = [torch.empty(s.shape, dtype=s.dtype, device=given.device) for s in sources]
+        turns = [(load(sources, targets), verify(folder)) for _ in range(given.turns + 1)][1:]
+    total = sum(source.nbytes for source in sources)
+    load_s, verify_s = (statistics.median(column) for column in zip(*turns, strict=True))
+    result = {
+        "bytes": total,
+        "device": given.device,
+        "threads": default_threads(),
+        "load_s": load_s,
+        "verify_s": verify_s,
+        "load_GBps": total / load_s / 1e9,
+        "verify_GBps": total / verify_s / 1e9,
+        "verify_over_load": verify_s / load_s,
+        "turns": turns,
+    }
+    print(json.dumps(result, indent=1))
+    if given.out:
+        Path(given.out).write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Hostile directories against a load with install(), on two ranks, and against every tool."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.conftest import copy_of, memory_peak, stock  # noqa: F401  (fixtures)
+from tests.writer.hostile import SIGN, changes
+from tests.writer.launch import launch, results, tree_of
+from vime_optim.checkpoint.cli import main
+from vime_optim.writer.fastfile import digest_file
+from vime_optim.writer.manifest import Manifest
+
+MATRIX = pytest.mark.matrix
+ANY_ANSWER = {"no optimizer", "objects hold themselves", "objects share themselves"}
+"""Plain containers, if odd, and a save of the model alone: nothing is wrong with them."""
+
+
+@pytest.mark.parametrize("release", ["0.19.2", pytest.param("0.16.1", marks=MATRIX)])
+def test_no_attack_gets_through_a_load(release: str, tmp_path: Path) -> None:
+    """Ours on every rank, nothing run, nothing changed, in seconds and without much memory."""
+    everything = {"VIME_OPTIM_TEST_ALL": "1"}
+    arguments = {"root": str(tmp_path)}
+    outcomes = launch(tree_of(release), "attacks", arguments=arguments, environment=everything)
+    for rank in results(outcomes):
+        assert rank.keys() == changes().keys()
+        for name, seen in rank.items():
+            assert seen["ours"], (name, seen)
+            assert not seen["ran"], name
+            assert seen["unchanged"], name
+            assert "weights_only=False" not in seen["text"], name
+            assert "weights_only" not in seen["text"] or "add_safe_globals" in seen["text"], name
+            assert seen["seconds"] < 30, (name, seen)
+            assert seen["grown_bytes"] < 256 << 20, (name, seen)
+        assert "no optimizer state is in this checkpoint" in rank["no optimizer"]["text"]
+        assert "no plain file" in rank["data is a pipe"]["text"]
+        assert "posix.mkdir" in rank["metadata runs code"]["text"]
+
+
+@pytest.mark.parametrize("name", sorted(changes()))
+def test_no_attack_gets_through_a_tool(
+    name: str,
+    stock: Callable[[str], Path],  # noqa: F811
+    memory_peak: Callable[[int], AbstractContextManager[None]],  # noqa: F811
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = Path(shutil.copytree(stock("full_0.19.2"), tmp_path / "dir" / "iter_0000003"))
+    manifest = Manifest()
+    for path in sorted(folder.iterdir()):
+        manifest.add(digest_file(path))
+    manifest.write(folder)
+    before = {path.name for path in tmp_path.iterdir()}
+    changes()[name](folder)
+    began = time.monotonic()
+    commands = {
+        "inspect": ["inspect", str(folder), "--tree"],
+        "check": ["check", str(folder)],
+        "diff": ["diff", str(folder), str(folder)],
+        "repair": ["repair", str(folder), "--out", str(tmp_path / "dir" / "r")],
+        "export": ["export", str(folder), "--model", "--out", str(tmp_path / "dir" / "e")],
+        "import": ["import", str(folder), "--out", str(tmp_path / "dir" / "i")],
+    }
+    with memory_peak(256 << 20):
+        answers = {tool: main(words) for tool, words in commands.items()}
+    output = capsys.readouterr()
+    assert "Traceback" not in output.out + output.err
+    assert "unexpectedly" not in output.err
+    assert set(answers.values()) <= {0, 1, 2}
+    assert answers["import"] == 2
+    if "manifest" in name or name.startswith("chunks of"):
+        assert answers["check"] == 2, answers
+    elif name not in ANY_ANSWER:
+        assert {answers[tool] for tool in ("inspect", "diff", "repair", "export")} != {0}, answers
+    assert not (folder.parent / SIGN).exists()
+    assert {path.name for path in tmp_path.iterdir()} == before
+    assert time.monotonic() - began < 60

@@ -1,0 +1,149 @@
+"""A load runs no code of the checkpoint: `.metadata` and stored objects are read by a closed list.
+
+Symptom: a checkpoint that somebody else wrote runs any code with the rights of the job.
+Cause: torch unpickles `.metadata` as it is, and DCP's planner reads every stored object (RNG and
+extra state, param groups, from 0.19 on the common state) with weights_only=False.
+Changes: torch's FileSystemReader reads `.metadata` by our parser, which knows DCP's classes alone;
+DefaultLoadPlanner reads objects under weights_only, where torch's list, Megatron's and what the
+user allowed with torch.serialization.add_safe_globals count. Optimizer classes in param groups
+(F9) stand for nothing and are dropped. Pipes, devices and absurd sizes are refused.
+Leaves alone: tensors (always read under weights_only), and other planners and readers.
+Remove when: torch reads both by a closed list.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+from types import ModuleType
+from typing import Any
+
+from vime_optim.errors import VimeOptimError
+from vime_optim.probe import missing_parameters, source_of
+from vime_optim.registry import NEEDED, Diagnosis, Fix, Hit, Target, fixed_upstream, not_understood
+
+METADATA_LIMIT_BYTES = 1 << 30
+
+
+def _wrap_read_metadata(original: Any, hit: Hit) -> Any:
+    def read_metadata(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from torch.distributed.checkpoint.metadata import StorageMeta
+
+        from vime_optim.checkpoint.dcp_metadata import load_metadata
+        from vime_optim.writer.loadcheck import note_cause
+
+        hit()
+        path = self._get_metadata_path(kwargs.get("rank"))
+        try:
+            metadata = load_metadata(_read(self, path), str(path))
+        except VimeOptimError as error:
+            note_cause(error)
+            raise
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    return read_metadata
+
+
+def _read(reader: Any, path: Any) -> bytes:
+    from torch.distributed.checkpoint.filesystem import FileSystem
+
+    from vime_optim.checkpoint.plain import read_plain, too_large
+
+    if type(reader.fs) is FileSystem:
+        return read_plain(path, METADATA_LIMIT_BYTES)
+    with reader.fs.create_stream(path, "rb") as stream:
+        data: bytes = stream.read(METADATA_LIMIT_BYTES + 1)
+    if len(data) > METADATA_LIMIT_BYTES:
+        raise too_large(str(path), "more", METADATA_LIMIT_BYTES)
+    return data
+
+
+def _diagnose_read_metadata(module: ModuleType, original: Any) -> Diagnosis:
+    source = source_of(original)
+    if "pickle" not in source:
+        return fixed_upstream("it does not unpickle")
+    for needed in ("_get_metadata_path", "storage_meta", "load_id"):
+        if needed not in source:
+            return not_understood(f"{needed} is not in its source")
+    return NEEDED
+
+
+def _wrap_read_data(original: Any, hit: Hit) -> Any:
+    def read_data(self: Any, plan: Any, planner: Any) -> Any:
+        from torch.distributed.checkpoint.filesystem import FileSystem
+
+        from vime_optim.checkpoint.plain import require_plain
+
+        if type(self.fs) is FileSystem:
+            names = {self.storage_data[item.storage_index].relative_path for item in plan.items}
+            for path in (self.fs.concat_path(self.path, name) for name in sorted(names)):
+                if os.path.exists(path):  # else torch says so
+                    require_plain(path, os.stat(path).st_mode)
+        return original(self, plan, planner)
+
+    return read_data
+
+
+def _wrap_load_bytes(original: Any, hit: Hit) -> Any:
+    def load_bytes(self: Any, read_item: Any, value: io.BytesIO) -> None:
+        from vime_optim.checkpoint.objects import load_object
+
+        hit()
+        key = read_item.dest_index.fqn
+        loaded = load_object(value.getbuffer(), f"{_file_of(self, read_item)}: {key}")
+        if self.flatten_state_dict:
+            nested: Any = importlib.import_module(f"{_DCP}._nested_dict")
+            nested.set_element(self.original_state_dict, self.mappings[key], loaded)
+        else:
+            self.state_dict[key] = loaded
+
+    return load_bytes
+
+
+def _file_of(planner: Any, read_item: Any) -> str:
+    """The file that holds an object, for errors."""
+    places = getattr(getattr(planner, "metadata", None), "storage_data", None) or {}
+    return str(getattr(places.get(read_item.storage_index), "relative_path", "an object"))
+
+
+def _diagnose_load_bytes(module: ModuleType, original: Any) -> Diagnosis:
+    reason = missing_parameters(original, "read_item", "value")
+    if reason:
+        return not_understood(reason)
+    source = source_of(original)
+    if "weights_only=False" not in source:
+        return fixed_upstream("it reads under weights_only")
+    for needed in ("flatten_state_dict", "original_state_dict", "mappings"):
+        if needed not in source:
+            return not_understood(f"{needed} is not in its source")
+    return NEEDED
+
+
+_DCP = "torch.distributed.checkpoint"
+
+FIXES = (
+    Fix(
+        id="safe-read",
+        faults=("F31",),
+        summary="a load runs no code of the checkpoint",
+        targets=(
+            Target(
+                f"{_DCP}.filesystem",
+                "FileSystemReader.read_metadata",
+                _wrap_read_metadata,
+                _diagnose_read_metadata,
+            ),
+            Target(f"{_DCP}.filesystem", "FileSystemReader.read_data", _wrap_read_data),
+            Target(
+                f"{_DCP}.default_planner",
+                "DefaultLoadPlanner.load_bytes",
+                _wrap_load_bytes,
+                _diagnose_load_bytes,
+            ),
+        ),
+    ),
+)
