@@ -15,7 +15,7 @@ from vime_optim.errors import VimeOptimError
 
 
 def _object(rank: int) -> Any:
-    """A stored object beside the tensors, which releases up to 0.18 have for RNG and extra state."""
+    """A stored object beside the tensors, as RNG and extra state are in any release."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     return ShardedObject("random", {"seed": rank}, (2,), (rank,))
