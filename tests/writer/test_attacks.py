@@ -18,8 +18,11 @@ from vime_optim.writer.fastfile import digest_file
 from vime_optim.writer.manifest import Manifest
 
 MATRIX = pytest.mark.matrix
-ANY_ANSWER = {"no optimizer", "objects hold themselves", "objects share themselves"}
-"""Plain containers, if odd, and a save of the model alone: nothing is wrong with them."""
+HARMLESS = {"objects hold themselves", "objects share themselves"}
+"""Plain containers, if odd, which may be loaded."""
+
+ANY_ANSWER = {"no optimizer", *HARMLESS}
+"""A save of the model alone is one too: a tool may find nothing wrong with these."""
 
 
 @pytest.mark.parametrize("release", ["0.19.2", pytest.param("0.16.1", marks=MATRIX)])
@@ -31,9 +34,9 @@ def test_no_attack_gets_through_a_load(release: str, tmp_path: Path) -> None:
     for rank in results(outcomes):
         assert rank.keys() == changes().keys()
         for name, seen in rank.items():
-            assert seen["ours"], (name, seen)
+            assert seen["ours"] or (name in HARMLESS and seen["type"] is None), (name, seen)
             assert not seen["ran"], name
-            assert seen["unchanged"], name
+            assert seen["unchanged"] or not seen["ours"], name
             assert "weights_only=False" not in seen["text"], name
             assert "weights_only" not in seen["text"] or "add_safe_globals" in seen["text"], name
             assert seen["seconds"] < 30, (name, seen)
