@@ -315,6 +315,8 @@ def run_points(name: str, count: int, seed: int) -> Counter[str]:
                 shutil.copytree(folder, kept, dirs_exist_ok=True, symlinks=True)
                 print(name, number, outcome, kept, flush=True)
         found[outcome] += 1
+        if number % 10 == 9:
+            print(name, number + 1, json.dumps(found), flush=True)
     return found
 
 
