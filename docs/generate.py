@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from docs import badges
 from vime_optim import cli
 from vime_optim.settings import Settings
 
@@ -158,15 +160,52 @@ def patches_page() -> str:
     return text.replace("`docs/faults/`", "[Faults](faults/index.md)")
 
 
+#: Colours of the drawings, and what they are on a dark page.
+DARK = {
+    "#ffffff": "#1e2129",
+    **dict.fromkeys(("#222", "#333", "#444"), "#e2e4e9"),
+    **dict.fromkeys(("#555", "#777", "#888"), "#b0b4bf"),
+    **dict.fromkeys(("#999", "#9aa0a6", "#bbb"), "#8a8f9b"),
+    "#f1f3f4": "#2d313c",
+    "#e6f4ea": "#1d3b2a",
+    "#e8f0fe": "#1f3352",
+    "#aecbfa": "#2c5494",
+    "#a8dab5": "#2a6b42",
+    "#f6aea9": "#8c3a35",
+    "#fbbc04": "#a87f10",
+    "#188038": "#4fc375",
+    "#1a73e8": "#7eb0ff",
+    "#d93025": "#ff7b72",
+    "#b06000": "#f0a94a",
+}
+
+
+def dark_drawing(path: Path) -> str:
+    """The drawing for a dark page."""
+    return re.sub(
+        r"#(?:[0-9a-fA-F]{6}|[0-9a-fA-F]{3})\b", lambda m: DARK[m[0].lower()], path.read_text()
+    )
+
+
+def drawings() -> list[Path]:
+    """Those that are drawn by hand, for a light page."""
+    made = ("_dark.svg", "badges.svg")
+    return [
+        path for path in sorted((DOCS / "images").glob("*.svg")) if not path.name.endswith(made)
+    ]
+
+
 def pages() -> dict[str, str]:
     """Path below docs/ to text."""
     made = {f"faults/{f['id'].lower()}.md": fault_page(f) for f in faults()}
     return {
         **made,
+        **{f"images/{path.stem}_dark.svg": dark_drawing(path) for path in drawings()},
         "faults/index.md": fault_index(),
         "settings.md": settings_page(),
         "cli.md": cli_page(),
         "patches.md": patches_page(),
+        "images/badges.svg": badges.drawing(),
     }
 
 
