@@ -68,6 +68,11 @@ types: .venv/.lint
 
 docs: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
+	$(PY) -m docs.check
+
+# Pictures of six pages at two widths, in .build/shots; needs Debian's chromium.
+docs-shots: docs
+	$(PY) -m docs.shots .build/shots
 
 # Wheel and sdist in dist/, checked and installed in a clean environment. REPOSITORY=https://... makes
 # the README's links absolute, as a release needs them.

@@ -109,7 +109,7 @@ def navigation(text: str) -> str:
 
 
 def _first_line(text: str) -> str:
-    return text.splitlines()[0].replace("|", "\\|")
+    return text.splitlines()[0].replace("|", "\\|").replace("`", "")
 
 
 def settings_page() -> str:
