@@ -23,6 +23,7 @@ OTHER_VARIABLES = frozenset(
         "MATRIX_RESULTS",
         "MEGATRON_DIR",
         "MEGATRON_TREES",
+        "REPOSITORY",
         "REQUIRE",
         "SIMULATE",
     )
