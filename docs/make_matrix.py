@@ -23,7 +23,8 @@ HEAD = """# Support matrix
 Each cell counts cases that resume exactly with install(): train, save, load in fresh processes,
 train on, compare every bit with an uninterrupted run. The cases are in
 `vime_optim/verify/matrix.py`; `make matrix` runs them all, CI a spread of them. A cell counts the
-cases that were run, so an empty one says nothing.
+cases that were run, so an empty one says nothing. main is Megatron-LM's main branch of 2026-08-22
+(0.20.0); slime is the commit that slime and vime pin, with slime's patch.
 """
 
 
@@ -84,8 +85,10 @@ def _why(result: dict[str, Any]) -> str:
     return "not exact" if not result["exact"] else "exact, but a state holds more than it has"
 
 
-def _version(release: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in release.split(".") if part.isdigit())
+def _version(release: str) -> tuple[bool, tuple[int, ...], str]:
+    """Releases by their numbers, then source trees by name."""
+    numbers = tuple(int(part) for part in release.split(".") if part.isdigit())
+    return not numbers, numbers, release
 
 
 if __name__ == "__main__":

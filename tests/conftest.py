@@ -15,7 +15,7 @@ from tests.skips import (  # noqa: F401
     pytest_runtest_makereport,
     pytest_terminal_summary,
 )
-from vime_optim.megatron_source import RELEASES, fetch
+from vime_optim.megatron_source import RELEASES, SOURCE_TREES, fetch
 from vime_optim.verify.case import Case
 from vime_optim.verify.launch import ForkLauncher
 from vime_optim.verify.runner import Outcome, run_case
@@ -37,7 +37,7 @@ class LauncherPool:
         self._open: dict[str, ForkLauncher] = {}
 
     def get(self, release: str) -> ForkLauncher:
-        launcher = self._open.pop(release, None) or ForkLauncher(fetch(release))
+        launcher = self._open.pop(release, None) or ForkLauncher(_megatron_of(release))
         self._open[release] = launcher
         while len(self._open) > MAX_LAUNCHERS:
             self._open.pop(next(iter(self._open))).close()
@@ -46,6 +46,18 @@ class LauncherPool:
     def close(self) -> None:
         for launcher in self._open.values():
             launcher.close()
+
+
+def _megatron_of(release: str) -> Path:
+    """A release, or a source tree, without which the test is skipped."""
+    if release not in SOURCE_TREES:
+        return fetch(release)
+    from tests.clients import trees
+
+    try:
+        return trees.find(f"megatron-lm-{release}")
+    except trees.NoTree as missing:
+        pytest.skip(f"clients: {missing}")
 
 
 @pytest.fixture(scope="session")

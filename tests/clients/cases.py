@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clients.trees import TREES
@@ -52,8 +52,8 @@ class Case:
     `both`, `full` and `resume` are arguments of both runs or of one; {out} is the case's folder.
     `callers` are functions of callers.py, for both runs unless `callers_of_full` says otherwise.
     `judge`: "resumed", the runs are equal from `first_compared` on; "kept", a load without the
-    optimizer keeps the saved parameters through steps that change nothing. `known`: why the case
-    fails today, by tree. `spread`: the trees on which CI runs it.
+    optimizer keeps the saved parameters through steps that change nothing. `spread`: the trees on
+    which CI runs it.
     """
 
     name: str
@@ -71,8 +71,6 @@ class Case:
     world_size: int = 2
     trees: tuple[str, ...] = TREES
     spread: tuple[str, ...] = ()
-    known: dict[str, str] = field(default_factory=dict)
-    not_understood: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.callers_of_full is None:
@@ -101,10 +99,6 @@ def _without(option: str, words: list[str]) -> list[str]:
         return words
     at = words.index(option)
     return words[:at] + words[at + 2 :]
-
-
-def _issue(item: str, *trees: str) -> dict[str, str]:
-    return dict.fromkeys(trees, f"issue 14, item {item}")
 
 
 CASES = (
@@ -137,7 +131,7 @@ CASES = (
     Case("half-no-load-optim", HALF, resume=("--no-load-optim", *STILL), judge="kept"),
     Case("half-finetune", HALF, resume=("--finetune", *STILL), judge="kept", spread=(NEW,)),
     Case("half-torch-format", (*HALF, "--ckpt-format", "torch")),
-    Case("half-local", (*HALF, *LOCAL), nvrx=True, first_compared=5, known=_issue("2", *TREES)),
+    Case("half-local", (*HALF, *LOCAL), nvrx=True, first_compared=5, spread=(NEW,)),
     Case("plain-local", (*PLAIN, *LOCAL), nvrx=True, first_compared=5),
     Case("slime-sync", (*WHOLE, *SLIME), spread=(SLIMES,)),
     Case("slime-async", (*WHOLE, "--async-save", *SLIME), trees=(SLIMES, OLD)),
@@ -148,15 +142,16 @@ CASES = (
         resume=("--finetune", "--qk-layernorm", *STILL),
         judge="kept",
         trees=(SLIMES,),
-        known=_issue("3", SLIMES),
+        spread=(SLIMES,),
     ),
-    Case("half-areal", HALF, callers=("areal",), known=_issue("4", *TREES)),
-    Case("plain-areal", PLAIN, callers=("areal",), known=_issue("4", *TREES)),
-    Case("pao-te-areal", PAO, adam="te", callers=("areal",), known=_issue("4", *TREES)),
+    Case("half-areal", HALF, callers=("areal",), spread=(OLD,)),
+    Case("plain-areal", PLAIN, callers=("areal",)),
+    Case("pao-te-areal", PAO, adam="te", callers=("areal",)),
     Case("half-verl", HALF, callers=("verl",), spread=(NEW,)),
     Case("plain-verl", PLAIN, callers=("verl",)),
     Case("pao-te-verl", PAO, adam="te", callers=("verl",)),
     Case("half-verl-split", HALF, callers=("verl_split",), spread=(OLD,)),
+    Case("half-swiglu-verl-split", (*HALF, "--swiglu"), callers=("verl_split",)),
     Case("plain-verl-split", PLAIN, callers=("verl_split",)),
     Case("pao-te-verl-split", PAO, adam="te", callers=("verl_split",)),
 )

@@ -17,8 +17,6 @@ def every_case() -> list[object]:
             if tree not in case.trees:
                 continue
             marks = [] if tree in case.spread else [pytest.mark.clients]
-            if tree in case.known:
-                marks.append(pytest.mark.xfail(reason=case.known[tree], strict=True))
             parameters.append(pytest.param(tree, case, id=f"{tree}-{case.name}", marks=marks))
     return parameters
 

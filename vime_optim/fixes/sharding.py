@@ -6,8 +6,10 @@ Cause: the default is a format that Megatron itself dropped, and nothing tells t
 Changes: the type is settled once, where a sharded state dict is asked for, so that it reaches the
 key prefixes of ChainedOptimizer; save() records it in the content metadata; load() rebuilds the
 state dict when the checkpoint records another type than the caller asked for; Megatron's own
-training code builds its metadata with it, log line included. A save that one rank cannot build is
-refused by all of them in save(), and not by this rank alone before it.
+training code builds its metadata with it, log line included. A load leaves the caller's
+description of the model as it was, since the optimizer's template may be asked for after it. A save
+that one rank cannot build is refused by all of them in save(), and not by this rank alone before
+it.
 Leaves alone: Megatron-FSDP; local checkpoints, which take no fully_reshardable (the fix `local`);
 every other combination of optimizer and format.
 Remove when: Megatron enforces or fixes the combination itself.
@@ -28,6 +30,7 @@ import torch
 from vime_optim import settings
 from vime_optim.errors import CheckpointError, OptimizerStateError
 from vime_optim.registry import Fix, Hit, Target, takes
+from vime_optim.reshard import kept
 
 TYPE_KEY = "distrib_optim_sharding_type"
 RECORD_KEY = "param_state_sharding_type"
@@ -265,7 +268,8 @@ def _wrap_load(original: Any, hit: Hit) -> Any:
                 found,
                 _type_of_checkpoint(str(bound["checkpoint_dir"])),
             )
-        return original(**bound)
+        with kept.described(bound["sharded_state_dict"]) as template:
+            return original(**{**bound, "sharded_state_dict": template})
 
     return load
 

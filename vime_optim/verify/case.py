@@ -36,6 +36,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vime_optim.errors import VerifyError
+from vime_optim.megatron_source import SOURCE_TREES
 
 OPTIMIZERS = ("hybrid", "fused", "torch")
 SHARDINGS = ("fully_reshardable", "dp_reshardable")
@@ -352,7 +353,7 @@ def _parse(text: str, megatron: str | None) -> Case:
             values[_NUMBERS[key]] = _number(word, value, int)
         elif key in _TEXTS and value:
             values[_TEXTS[key]] = value
-        elif _RELEASE.match(word) or "/" in word:
+        elif _RELEASE.match(word) or word in SOURCE_TREES or "/" in word:
             values["megatron"] = word
         else:
             raise VerifyError(

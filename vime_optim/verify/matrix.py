@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from vime_optim.megatron_source import RELEASES
+from vime_optim.megatron_source import RELEASES, SOURCE_TREES
 from vime_optim.verify.case import GROUPS, Case
 
 #: Every optimizer of the matrix, in the words of a case.
@@ -85,6 +85,8 @@ CHANGED = (
     "dp=2->1,pp=1->2",
     "dp=2->1,tp=1->2,pp=2->1",
 )
+#: Every release and source tree: the columns of the matrix.
+COLUMNS = (*RELEASES, *SOURCE_TREES)
 #: Releases on which every backend is loaded into every other.
 _CROSS_RELEASES = ("0.16.1", "0.19.2")
 MODELS = ("tied", "fp32norm", "moe,ep=2", "1bucket")
@@ -128,6 +130,10 @@ _ONCE = (
     "0.17.1,hybrid,apex,nopao,f=0.25,dp=2,dp_reshardable,moe,ep=2",
     "0.18.2,fused,apex,nopao,dp=2,load:fused,load:pao",
     "0.19.2,fused,apex,nopao,capturable,dp=2->3,groups=both",
+    "main,hybrid,pao,f=0.5,dp=3->2",
+    "main,fused,pao,dp=2->3",
+    "slime,hybrid,pao,f=1,dp=2->3",
+    "slime,fused,pao,dp=2,dp_reshardable",
 )
 
 #: Models, groups and moments of saving of the faults F20 to F25, for some backends each.
@@ -176,7 +182,7 @@ def full() -> list[Case]:
 def _all_words() -> Iterator[str]:
     yield "0.18.2,hybrid,pao,f=0.5,dp=4->2,tied"
     yield "0.16.1,hybrid,nopao,f=1,dp=3,fp32norm"
-    for release, backend in product(RELEASES, BACKENDS):
+    for release, backend in product(COLUMNS, BACKENDS):
         for layout in SAME:
             yield f"{release},{backend},{layout}"
             yield f"{release},{backend},{layout},dp_reshardable"
@@ -187,18 +193,18 @@ def _all_words() -> Iterator[str]:
             yield f"{release},{backend},dp=2,{model}"
             yield f"{release},{backend},dp=2,{model},dp_reshardable"
         yield f"{release},{backend},dp=4->2,moe,ep=4->2"
-    for release, backend, words in product(RELEASES, _BACKENDS_OF_FAULTS, _REPORTED):
+    for release, backend, words in product(COLUMNS, _BACKENDS_OF_FAULTS, _REPORTED):
         yield f"{release},{backend},{words}"
     for release, saved, loaded in product(_CROSS_RELEASES, BACKENDS, BACKENDS):
         if saved != loaded and "16" not in saved + loaded:
             load_words = ",".join(f"load:{word}" for word in loaded.split(","))
             yield f"{release},{saved},dp=2,{load_words}"
     yield from _apex_words()
-    for release, backend, mode in product(RELEASES, _ON_DEVICE, ("forked", "persistent")):
+    for release, backend, mode in product(COLUMNS, _ON_DEVICE, ("forked", "persistent")):
         yield f"{release},{backend},dp=2,async={mode}"
         yield f"{release},{backend},dp=2,async={mode},dp_reshardable"
-    for release, fraction in product(RELEASES, ("1", "0.5")):
-        if release >= "0.17":
+    for release, fraction in product(COLUMNS, ("1", "0.5")):
+        if ways_of(release) >= "0.17":
             for layout in ("dp=2", "dp=3->2", "dp=1,tp=2->1"):
                 yield f"{release},hybrid,pao,f={fraction},{layout},training,dp_reshardable"
         for mode in ("forked", "persistent"):
@@ -222,11 +228,17 @@ def _unique(cases: list[Case]) -> list[Case]:
     return list({case.name: case for case in cases}.values())
 
 
+def ways_of(megatron: str) -> str:
+    """The release whose ways a column has."""
+    return SOURCE_TREES.get(megatron, megatron)
+
+
 def needed_faults(case: Case) -> set[str]:
     """Faults that stock megatron-core shows in this case, so a fix for each must have been hit."""
     if case.model_only:
         return {"F12"} if case.backend.optimizer != "torch" else set()
-    old = case.megatron.startswith(("0.15", "0.16"))
+    release = ways_of(case.megatron)
+    old = release.startswith(("0.15", "0.16"))
     backend = case.backend
     # PAO with CPU offload is saved as fully_reshardable, whatever the caller asks for.
     enforced = backend.optimizer == "hybrid" and backend.pao
@@ -252,7 +264,8 @@ def _model_faults(case: Case, fully: bool) -> set[str]:
         and ((case.layout.ep > 1) != (case.load_layout.ep > 1) or case.moe_layers != "all"),
         "F22": case.bucket_numel is not None and not fully,
         "F23": case.trained == "experts" and case.layout.ep > 1,
-        "F24": case.groups in ("max_lr", "min_lr", "both") and case.megatron[:4] in _MIXED_UP,
+        "F24": case.groups in ("max_lr", "min_lr", "both")
+        and ways_of(case.megatron)[:4] in _MIXED_UP,
         "F25": case.num_steps == 0,
         "F29": case.backend.capturable,
     }
@@ -266,13 +279,13 @@ _MIXED_UP = ("0.16", "0.17", "0.18")
 def _hybrid_faults(case: Case, fully: bool) -> set[str]:
     faults = {"F10"}
     if not fully:
-        faults |= {"F1", "F2"} if case.megatron.startswith("0.15") else {"F3"}
+        faults |= {"F1", "F2"} if ways_of(case.megatron).startswith("0.15") else {"F3"}
     if case.load_backend.optimizer == "hybrid":
         faults.add("F15")
         if case.load_backend.offload_fraction < 1:
             faults.add("F4")
         if not case.load_backend.pao:
             faults.add("F5")
-    if not case.megatron.startswith("0.19"):
+    if ways_of(case.megatron) < "0.19":
         faults.add("F9")
     return faults
