@@ -15,9 +15,18 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from vime_optim import support
 from vime_optim.verify.case import Case
 
 PAGE = Path(__file__).parent / "matrix.md"
+TOGETHER = f"""## Versions that go together
+
+The oldest of each; Megatron's own needs, with or without vime_optim. `vime-optim doctor` says what
+does not fit. Unpacked or checked out, megatron-core also runs on an older Python than its wheel
+asks for; vime_optim needs 3.10.
+
+{support.markdown()}
+"""
 HEAD = """# Support matrix
 
 Each cell counts cases that resume exactly with install(): train, save, load in fresh processes,
@@ -40,7 +49,7 @@ def read(text: str) -> list[dict[str, Any]]:
 def page(results: list[dict[str, Any]]) -> str:
     """The page's text: optimizers down, releases across, 'exact of run' in each cell."""
     if not results:
-        return f"{HEAD}\nNo results are committed yet.\n"
+        return f"{HEAD}\nNo results are committed yet.\n\n{TOGETHER}"
     run: Counter[tuple[str, str]] = Counter()
     good: Counter[tuple[str, str]] = Counter()
     failures = []
@@ -64,7 +73,7 @@ def page(results: list[dict[str, Any]]) -> str:
     lines += ["", f"{sum(good.values())} of {sum(run.values())} cases are exact."]
     if failures:
         lines += ["", "## Not exact", "", *sorted(failures)]
-    return "\n".join([*lines, ""])
+    return "\n".join([*lines, "", TOGETHER])
 
 
 def _row(case: Case) -> str:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from vime_optim import __version__, compat
+from vime_optim import __version__, compat, support
 from vime_optim.errors import SettingsError
 from vime_optim.settings import Settings
 
@@ -78,8 +78,24 @@ def examine() -> Diagnosis:
     if megatron.version and megatron.version.release < compat.OLDEST_MEGATRON.release:
         found.advice.append(f"upgrade megatron-core to {compat.OLDEST_MEGATRON} or newer")
         return found
+    _together(found, megatron)
     _fixes(found, megatron.root)
     return found
+
+
+def _together(found: Diagnosis, megatron: compat.Megatron) -> None:
+    """What of torch, Python and nvidia-resiliency-ext this megatron-core cannot work with."""
+    if megatron.version is None:
+        return
+    versions = {name: _version(name) for name in ("torch", "nvidia-resiliency-ext")}
+    torch, nvrx = (None if text == "not installed" else text for text in versions.values())
+    found.advice += support.problems(
+        megatron.version,
+        torch=torch,
+        python=sys.version_info[:2],
+        has_training=(megatron.root / "megatron" / "training").is_dir(),
+        nvrx=nvrx,
+    )
 
 
 def _machine(found: Diagnosis) -> None:
