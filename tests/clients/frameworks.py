@@ -2,7 +2,9 @@
 
 Read in the frameworks' code on 2026-11-30: AReaL 4aef98d (areal/engine/megatron_utils/
 checkpointer.py), verl b178a3c (verl/utils/checkpoint/megatron_checkpoint_manager.py) and 0730d6a,
-which keeps model, optimizer and the rest in a folder each and passes metadata.
+which keeps model, optimizer and the rest in a folder each and passes metadata; Megatron-Bridge
+067f987 (training/setup.py and optim.py), which saves by code of its own and, after every load,
+copies parameters over masters.
 """
 
 from __future__ import annotations
@@ -139,6 +141,36 @@ def verl_split(record: Record) -> None:
             split=True,
         )
     )
+
+
+def bridge(record: Record) -> None:
+    """Megatron-Bridge and NeMo-RL: all three copies of the masters are refreshed after a load."""
+    from megatron.training import training
+
+    load = training.load_checkpoint
+
+    def load_checkpoint(model: Any, optimizer: Any, *rest: Any, **options: Any) -> Any:
+        loaded = load(model, optimizer, *rest, **options)
+        for member in getattr(optimizer, "chained_optimizers", [optimizer]):
+            _refresh_hybrid(member)
+        return loaded
+
+    training.load_checkpoint = load_checkpoint
+
+
+def _refresh_hybrid(member: Any) -> None:
+    hybrid = member.optimizer
+    if not hasattr(hybrid, "sub_optimizers"):
+        return
+    pairs = zip(member.model_float16_groups, member.shard_fp32_from_float16_groups, strict=False)
+    for models, masters in pairs:
+        for model, master in zip(models, masters, strict=False):
+            if master is not None:
+                part = member._get_model_param_range_map(model)["param"]
+                master.data.copy_(model.view(-1)[part.start : part.end])
+    for param, clone in hybrid.gpu_params_map_cpu_copy.items():
+        clone.data.copy_(param.data)
+    hybrid.update_fp32_param_by_new_param()
 
 
 def _use(checkpointer: Checkpointer) -> None:
