@@ -15,18 +15,25 @@ unexport PYTHONDONTWRITEBYTECODE
 JOBS ?= 2
 PYTEST := -m pytest -n $(JOBS)
 
-.PHONY: demo test test-all clients lint types matrix mutants coverage docs dist docs-shots bench clean setup megatron
+.PHONY: demo test test-ci test-all clients lint types matrix mutants coverage docs dist docs-shots bench clean setup megatron
 
 # The main job: train with PAO and CPU offload, save, resume in fresh ranks, compare every bit;
 # then the same job on the untouched megatron-core, which must fail.
 demo: .venv/.setup
 	$(PY) -m vime_optim.verify.demo
 
+IN_CI := not matrix and not gpu and not clients
+
+# What every change needs, in minutes.
 test: .venv/.setup megatron
-	$(PY) $(PYTEST) -m "not matrix and not gpu and not clients" $(ARGS)
+	$(PY) $(PYTEST) -m "$(IN_CI) and not ci" $(ARGS)
+
+# That, and what tests/conftest.py and the resume matrix leave to CI.
+test-ci: .venv/.setup megatron
+	$(PY) $(PYTEST) -m "$(IN_CI)" $(ARGS)
 
 # The real pretrain_gpt.py with install(), resumed and compared (tests/clients): every case on every
-# Megatron-LM tree; `make test` runs a spread of them.
+# Megatron-LM tree; `make test-ci` runs a spread of them.
 clients: .venv/.setup
 	$(PY) $(PYTEST) tests/clients $(ARGS)
 
@@ -34,12 +41,12 @@ clients: .venv/.setup
 test-all: .venv/.setup megatron
 	$(PY) $(PYTEST) -m "not gpu" $(ARGS)
 
-# Lines of the package that `make test` runs, in ranks and writers too; below 90% of fixes/ and
+# Lines of the package that `make test-ci` runs, in ranks and writers too; below 90% of fixes/ and
 # reshard/ it fails.
 COVERAGE := .build/coverage
 coverage: .venv/.setup megatron
 	rm -rf $(COVERAGE) && mkdir -p $(COVERAGE)
-	$(PY) -m coverage run $(PYTEST) -m "not matrix and not gpu and not clients" $(ARGS)
+	$(PY) -m coverage run $(PYTEST) -m "$(IN_CI)" $(ARGS)
 	$(PY) -m coverage combine --quiet
 	$(PY) -m coverage report
 	$(PY) -m coverage report --fail-under 90 \

@@ -91,8 +91,28 @@ def clients_tree_of(nodeid: str) -> str:
     return f"clients {found.group(1)}" if found else nodeid.partition("::")[0]
 
 
+#: What `make test` leaves to CI (`make test-ci`), by the start of the test's id: whole training
+#: loops and frameworks, Ray, package builds, trees with our patches, what stock does wrong, and
+#: one rank's failures; each of it takes minutes.
+CI_ONLY = (
+    "tests/clients/",
+    "tests/test_package.py",
+    "tests/test_patches.py::test_install_on_top_resumes_exactly",
+    "tests/test_patches.py::test_resumes_exactly_without_install",
+    "tests/test_reported_faults.py",
+    "tests/verify/test_ray.py",
+    "tests/verify/test_stock.py",
+    "tests/writer/test_joint.py",
+    "tests/writer/test_saves.py",
+)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep tests of one release together, so that each template starts once."""
+    """Keep tests of one release together, so that each template starts once; mark those of CI."""
+    for item in items:
+        if item.nodeid.startswith(CI_ONLY):
+            item.add_marker("ci")
     items.sort(key=lambda item: release_of(item.nodeid))
 
 

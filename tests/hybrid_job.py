@@ -77,3 +77,26 @@ def reload(payload: dict[str, Any]) -> dict[str, Any]:
         "went_on": _bits(first, first_params),
         "resumed": _bits(fresh, fresh_params),
     }
+
+
+def fresh_state(payload: dict[str, Any]) -> dict[str, Any]:
+    """dummy_step() of a new optimizer: what it moved, and the moments that it made."""
+    megatron.prepare("torch")
+    vime_optim.install()
+    optimizer, params = _optimizer(0.5, torch.bfloat16)
+    before = _bits(optimizer, params)
+    generators = [torch.get_rng_state(), torch.cuda.get_rng_state()]
+    optimizer.dummy_step()
+    after = [torch.get_rng_state(), torch.cuda.get_rng_state()]
+    moments = [
+        value
+        for state in optimizer.state.values()
+        for name, value in state.items()
+        if name.startswith("exp_avg")
+    ]
+    return {
+        "rng_untouched": all(torch.equal(a, b) for a, b in zip(generators, after, strict=True)),
+        "params_untouched": _bits(optimizer, params) == before,
+        "moments": len(moments),
+        "non_zero": sum(int(value.count_nonzero()) for value in moments),
+    }

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import CI_ONLY
 from tests.skips import KINDS, fault_of, kind_of, required
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -80,6 +81,14 @@ def test_a_word_that_is_no_kind_is_refused(tmp_path: Path) -> None:
         required("ray,no-such")
     assert required("all") == KINDS.keys()
     assert required(" ray ,") == {"ray"}
+
+
+def test_what_is_left_to_ci_is_there() -> None:
+    """A test that was renamed would quietly come back into `make test`."""
+    for start in CI_ONLY:
+        path, _, name = start.partition("::")
+        assert (ROOT / path).exists(), start
+        assert not name or f"def {name}(" in (ROOT / path).read_text(), start
 
 
 def test_a_skip_of_no_kind_is_a_failure() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 LIMIT_S = 300
 _PRELOADED = ("torch", "torch.distributed.checkpoint", "numpy", "pytest", "hypothesis", "yaml")
-_OPTIONS = ("-q", "-x", "--tb=short", "--hypothesis-seed=0", "-p", "no:cacheprovider", "-n", "0")
+_OPTIONS = ("-q", "--tb=short", "--hypothesis-seed=0", "-p", "no:cacheprovider", "-n", "0")
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,18 @@ def preload() -> None:
     assert not loaded, f"{loaded} would be tested instead of the copy"
 
 
-def run_tests(tree: Path, tests: Sequence[str], limit_s: float = LIMIT_S) -> Ran:
+def run_tests(
+    tree: Path, tests: Sequence[str], limit_s: float = LIMIT_S, *, to_the_end: bool = False
+) -> Ran:
     """Run tests (ids as pytest takes them, from the tree's root) with the tree's own package."""
+    options = list(_OPTIONS) if to_the_end else [*_OPTIONS, "-x"]
     with tempfile.TemporaryFile("w+") as output:
         sys.stdout.flush()
         child = os.fork()
         if child == 0:
             status = 70
             try:
-                status = _in_child(tree, tests, output.fileno())
+                status = _in_child(tree, [*options, *tests], output.fileno())
             finally:
                 os._exit(status)
         status = _wait(child, limit_s)
@@ -68,7 +71,7 @@ def _wait(child: int, limit_s: float) -> int | None:
     return status
 
 
-def _in_child(tree: Path, tests: Sequence[str], output: int) -> int:
+def _in_child(tree: Path, arguments: Sequence[str], output: int) -> int:
     os.setpgid(0, 0)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -85,4 +88,4 @@ def _in_child(tree: Path, tests: Sequence[str], output: int) -> int:
     assert Path(str(package.__file__)).is_relative_to(tree), package.__file__
     import pytest
 
-    return int(pytest.main([*_OPTIONS, f"--rootdir={tree}", *tests]))
+    return int(pytest.main([f"--rootdir={tree}", *arguments]))
