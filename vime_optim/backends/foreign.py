@@ -75,13 +75,13 @@ def rounds_to(master: torch.Tensor, param: torch.Tensor) -> bool:
         strict=True,
     )
     for block, held in pairs:
-        gap = _ordered(block.to(held.dtype)) - _ordered(held.to(block.device))
+        gap = ordered(block.to(held.dtype)) - ordered(held.to(block.device))
         if bool((gap.abs() > 1).any()):
             return False
     return True
 
 
-def _ordered(values: torch.Tensor) -> torch.Tensor:
+def ordered(values: torch.Tensor) -> torch.Tensor:
     """16-bit floating values as integers that count representable values."""
     bits = values.contiguous().view(torch.int16).to(torch.int32)
     return torch.where(bits < 0, -(bits & 0x7FFF), bits)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import wrapt
 
-from vime_optim.backends.kinds import is_hybrid, is_native
+from vime_optim.backends.kinds import counts_steps_in, is_hybrid, sub_optimizers
 from vime_optim.backends.steps import read_step
 from vime_optim.errors import CheckpointError
 
@@ -36,6 +36,11 @@ _HYBRID_SETTINGS = frozenset(
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Which of its implementations torch's Adam runs. They round differently, and keep the step in
 other places. CPU offload saves fused=True, which torch's Adam on the device must not take over."""
+
+
+COUNTS = "vime_optim_counts_steps"
+"""Key beside saved param groups of an optimizer that counts its steps. A group of it without a step
+holds none of this rank's parameters; where the key is missing, groups have no step to be filled."""
 
 
 class GroupsOnly(wrapt.ObjectProxy):  # type: ignore[type-arg]
@@ -141,11 +146,13 @@ def saved_step(groups: list[dict[str, Any]]) -> int | None:
 def step_into_groups(inner: Any, groups: list[dict[str, Any]]) -> None:
     """Record the optimizer's step in every saved group, where Megatron's loaders look for it.
 
-    One that holds no parameter of this rank knows no step, and must not claim to be at 0.
+    One that holds no parameter of this rank knows no step, and must not claim to be at 0; one that
+    counts none records none.
     """
     step = read_step(inner)
+    in_groups = any(counts_steps_in(part) == "groups" for part in sub_optimizers(inner))
     for group in groups:
         if step is not None:
             group["step"] = step
-        elif is_native(inner):
+        elif not in_groups:
             group.pop("step", None)

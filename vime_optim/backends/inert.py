@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -120,10 +122,24 @@ def _initialize_native(optimizer: Any, missing: list[tuple[dict[str, Any], torch
                 param.grad = grad
 
 
+@contextmanager
+def _without_post_hooks(optimizer: Any) -> Iterator[None]:
+    """CPU offload copies what a part has stepped to the device, which nothing would undo."""
+    hooks = optimizer.__dict__.get("_optimizer_step_post_hooks")
+    if hooks is not None:
+        optimizer._optimizer_step_post_hooks = type(hooks)()
+    try:
+        yield
+    finally:
+        if hooks is not None:
+            optimizer._optimizer_step_post_hooks = hooks
+
+
 def _step_without_effect(optimizer: Any, missing: list[torch.Tensor]) -> None:
     """For an optimizer that offers no initialisation: a step on zero gradients, then undone.
 
-    Parameters that have state get no gradient, so that they and their state stay as they are.
+    Parameters that have state get no gradient, so that they and their state stay as they are. One
+    that makes no state at all (SGD without momentum) has none to restore.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     fresh = {id(param) for param in missing}
@@ -132,7 +148,8 @@ def _step_without_effect(optimizer: Any, missing: list[torch.Tensor]) -> None:
     steps = [copy.deepcopy(group.get("step")) for group in optimizer.param_groups]
     for param in params:
         param.grad = torch.zeros_like(param) if id(param) in fresh else None
-    optimizer.step()
+    with _without_post_hooks(optimizer):
+        optimizer.step()
     for param, (value, grad) in zip(params, before, strict=True):
         param.detach().copy_(value)
         param.grad = grad
@@ -141,7 +158,8 @@ def _step_without_effect(optimizer: Any, missing: list[torch.Tensor]) -> None:
             group.pop("step", None)
         else:
             group["step"] = step
-    if any(not optimizer.state.get(param) for param in missing):
+    made = [bool(optimizer.state.get(param)) for param in params if param.numel()]
+    if any(made) and not all(made):
         raise OptimizerStateError(
             "an optimizer made no state on its first step",
             where=f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",

@@ -40,6 +40,40 @@ def is_apex(inner: Any) -> bool:
     )
 
 
+_COUNTLESS = (
+    ("torch", "SGD"),
+    ("apex", "FusedSGD"),
+    ("transformer_engine", "FusedSGD"),
+    ("emerging_optimizers", "Lion"),
+    ("emerging_optimizers", "OrthogonalizedOptimizer"),  # Muon and its kin
+)
+"""(package, class) of optimizers that count no steps, and of the bases of such."""
+
+
+def counts_steps_in(optimizer: Any) -> str | None:
+    """Where an optimizer that holds state counts its steps.
+
+    Returns:
+        'states' (a `step` beside the moments of each parameter), 'groups' (one in each param
+        group), 'nowhere', or None for a class that is not known and has not counted yet.
+    """
+    if is_native(optimizer):
+        return "states"
+    if is_transformer_engine(optimizer) or is_apex(optimizer):
+        return "groups"
+    bases = {(base.__module__.split(".")[0], base.__name__) for base in type(optimizer).__mro__}
+    if not bases.isdisjoint(_COUNTLESS):
+        return "nowhere"
+    if any("step" in state for state in optimizer.state.values()):
+        return "states"
+    return "groups" if any("step" in group for group in optimizer.param_groups) else None
+
+
+def counts_steps(inner: Any) -> bool:
+    """Whether an optimizer, or a part of it, is known to count its steps."""
+    return any(counts_steps_in(part) in ("states", "groups") for part in sub_optimizers(inner))
+
+
 def is_precision_aware(dist_opt: Any) -> bool:
     """True when the inner optimizer, not Megatron, holds the master parameters."""
     return bool(getattr(dist_opt.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False))

@@ -16,6 +16,7 @@ import torch
 from vime_optim.backends.kinds import (
     MASTER,
     STATE_MASTER,
+    counts_steps,
     is_hybrid,
     is_precision_aware,
     is_transformer_engine,
@@ -221,7 +222,8 @@ def _neighbours(scale: float) -> list[float]:
 def slots_of(dist_opt: Any, model_param: torch.Tensor) -> dict[str, Slot]:
     """State name ('param', 'exp_avg', 'exp_avg_sq', ...) to slot, for this rank's shard.
 
-    `step` is not among them: it is a counter, not param state.
+    `step` is not among them: it is a counter, not param state. An optimizer that keeps no state at
+    all has its master alone.
 
     Raises:
         OptimizerStateError: the inner optimizer holds no state for the parameter.
@@ -236,7 +238,7 @@ def slots_of(dist_opt: Any, model_param: torch.Tensor) -> dict[str, Slot]:
         and isinstance(value, torch.Tensor)
         and value.numel() == param.numel()
     ]
-    if not moments:
+    if not moments and (counts_steps(inner) or any(inner.state.values())):
         raise OptimizerStateError(
             "the optimizer holds no state for a parameter",
             where=param_name(dist_opt, model_param),

@@ -1,7 +1,8 @@
 """The step counter, wherever a backend keeps it.
 
 torch's Adam keeps a tensor per parameter in `state`; Transformer Engine's and Apex's FusedAdam
-keep one number per param group; HybridDeviceOptimizer has several optimizers of either sort.
+keep one number per param group; Lion, Muon and SGD keep none, and must get none: it would be shown
+to every reader of their param groups. HybridDeviceOptimizer has several optimizers of any sort.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import torch
 
 from vime_optim.backends.kinds import (
     STATE_MASTER,
+    counts_steps_in,
     is_apex,
     is_hybrid,
-    is_native,
     sub_optimizers,
 )
 from vime_optim.errors import OptimizerStateError
@@ -45,6 +46,11 @@ def read_step(inner: Any) -> int | None:
     return next(iter(found), None)
 
 
+def has_stepped(inner: Any) -> bool:
+    """Whether any counter is above zero; counters that disagree are no matter here."""
+    return any(step > 0 for part in sub_optimizers(inner) for step in _counters(part))
+
+
 def _found(inner: Any, counters: Callable[[Any], set[int]]) -> dict[int, str]:
     """Each value of the counters, and one optimizer that has it."""
     found: dict[int, str] = {}
@@ -56,7 +62,7 @@ def _found(inner: Any, counters: Callable[[Any], set[int]]) -> dict[int, str]:
 
 def _counters_of_stepped(optimizer: Any) -> set[int]:
     """As `_counters`, without the parameters whose moments are all zero."""
-    if not is_native(optimizer):
+    if counts_steps_in(optimizer) != "states":
         return _counters(optimizer)
     return {int(s["step"]) for s in optimizer.state.values() if "step" in s and _has_moments(s)}
 
@@ -70,17 +76,27 @@ def _has_moments(state: dict[str, Any]) -> bool:
 
 
 def _counters(optimizer: Any) -> set[int]:
-    if is_native(optimizer):
+    place = counts_steps_in(optimizer)
+    if place == "states":
         return {int(s["step"]) for s in optimizer.state.values() if "step" in s}
-    # FusedAdam may not count the groups that are empty on this rank.
-    return {int(g["step"]) for g in optimizer.param_groups if "step" in g and len(g["params"])}
+    if place == "groups":
+        # FusedAdam may not count the groups that are empty on this rank.
+        return {int(g["step"]) for g in optimizer.param_groups if "step" in g and len(g["params"])}
+    return set()
 
 
 def write_step(inner: Any, step: int) -> None:
-    """Set every counter to `step`, keeping each counter's dtype and device, sharing none."""
+    """Set every counter to `step`, keeping each counter's dtype and device, sharing none.
+
+    An optimizer that counts no steps loses those that Megatron gave it. One of an unknown class
+    that has not counted yet gets them into its groups, where its own saves had them.
+    """
     for optimizer in sub_optimizers(inner):
-        if is_native(optimizer):
+        place = counts_steps_in(optimizer)
+        if place == "states":
             _write_native(optimizer, step)
+        elif place == "nowhere":
+            drop_steps(optimizer)
         else:
             _write_fused(optimizer, step)
     if is_hybrid(inner):
@@ -88,6 +104,12 @@ def write_step(inner: Any, step: int) -> None:
         # counter there would freeze FusedAdam's for ever.
         for group in inner.param_groups:
             group.pop("step", None)
+
+
+def drop_steps(optimizer: Any) -> None:
+    """Remove the steps that Megatron put beside groups and moments of one that counts none."""
+    for holder in (*optimizer.param_groups, *optimizer.state.values()):
+        holder.pop("step", None)
 
 
 def _write_native(optimizer: Any, step: int) -> None:
@@ -99,7 +121,9 @@ def _write_native(optimizer: Any, step: int) -> None:
                 state["step"] = _native_step(group, param, state.get("step"), step)
 
 
-def _native_step(group: dict[str, Any], param: torch.Tensor, old: Any, step: int) -> torch.Tensor:
+def _native_step(group: dict[str, Any], param: torch.Tensor, old: Any, step: int) -> Any:
+    if type(old) is int:
+        return step  # as other classes than torch's keep it
     on_param = bool(group.get("capturable") or group.get("fused"))
     dtype = old.dtype if isinstance(old, torch.Tensor) else torch.float32
     # A number that torch would not make on the parameter's device stays on the host, also when

@@ -8,7 +8,8 @@ where its own shard of them is empty.
 Changes: where the shapes differ, every optimizer gets the groups that fit it from all that were
 saved; an expert group that was not saved takes the hyperparameters and the step of the dense group
 with the same multipliers. Groups without a step take that of the others: all optimizers of a chain
-step together. Param state is told apart by its keys, and needs no change.
+step together, and those that count no steps (Muon, Lion) get none. Param state is told apart by its
+keys, and needs no change.
 Leaves alone: every load whose shapes agree and whose groups have a step.
 Remove when: Megatron keeps param groups by what they hold.
 """
@@ -22,7 +23,8 @@ from typing import Any
 import torch
 
 from vime_optim.backends.foreign import MARK
-from vime_optim.backends.groups import saved_step
+from vime_optim.backends.groups import COUNTS, saved_step
+from vime_optim.backends.kinds import counts_steps, has_buffers
 from vime_optim.backends.matching import match_groups
 from vime_optim.probe import missing_parameters
 from vime_optim.registry import NEEDED, Diagnosis, Fix, Hit, Target, not_understood, takes
@@ -35,7 +37,7 @@ def _wrap(original: Any, hit: Hit) -> Any:
         hit()
         if isinstance(state_dict, dict) and self.chained_optimizers:
             state_dict = fit_chain(self.chained_optimizers, state_dict)
-            _fill_steps(list(_group_lists(state_dict)))
+            _fill_steps(_lists_of_counting(self.chained_optimizers, state_dict))
         original(self, state_dict)
 
     return load_state_dict
@@ -67,14 +69,34 @@ def _wrap_save(original: Any, hit: Hit) -> Any:
     return save
 
 
+def _lists_of_counting(optimizers: list[Any], state: dict[Any, Any]) -> list[list[Any]]:
+    """Of a state dict in the shape of these optimizers, the groups of those that count steps."""
+    alone = len(optimizers) == 1
+    entries = [state if alone else state.get(number) for number in range(len(optimizers))]
+    return [
+        groups
+        for optimizer, entry in zip(optimizers, entries, strict=True)
+        if _takes_step_from_groups(optimizer)
+        and isinstance(groups := _part_of(entry).get("param_groups"), list)
+    ]
+
+
+def _takes_step_from_groups(optimizer: Any) -> bool:
+    """Whether this member of a chain is a DistributedOptimizer that counts steps."""
+    if not hasattr(optimizer, "ddp_config") or not has_buffers(optimizer):
+        return False
+    return counts_steps(optimizer.optimizer)
+
+
 def _group_lists(state: Any, depth: int = 4) -> Iterator[list[dict[str, Any]]]:
-    """The lists of param groups in a state dict, in whatever place the caller put the optimizer."""
+    """The groups of optimizers that count steps, in whatever place the caller put them."""
     state = getattr(state, "data", state)  # a ShardedObject, where every stage writes its own
     if not isinstance(state, dict) or depth == 0:
         return
     groups = state.get("param_groups")
     if isinstance(groups, list):
-        yield groups
+        if state.get(COUNTS):
+            yield groups
         return
     for key, value in state.items():
         if key == "optimizer" or isinstance(key, int):
@@ -145,7 +167,11 @@ def _entry(
 
 def _parts(entries: list[Any]) -> list[dict[str, Any]]:
     """What the optimizers of a chain saved beside param state."""
-    return [entry.get("optimizer") or {} for entry in entries if isinstance(entry, dict)]
+    return [_part_of(entry) for entry in entries if isinstance(entry, dict)]
+
+
+def _part_of(entry: Any) -> dict[str, Any]:
+    return (entry.get("optimizer") or {}) if isinstance(entry, dict) else {}
 
 
 def _diagnose(module: ModuleType, original: Any) -> Diagnosis:

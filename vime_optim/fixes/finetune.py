@@ -3,15 +3,20 @@
 Symptom: the first step after loading a model throws the loaded weights away (F12).
 Cause: `_copy_model_params_to_main_params` returns early under PAO, where FusedAdam may already hold
 masters of the old weights, and under CPU offload without PAO, where Megatron's own float32 copies
-are never written.
+are never written. Frameworks refresh all copies themselves, some of them after each load, and round
+masters that were just restored.
 Changes: after Megatron's method, the masters that it left out are set from the model's parameters,
-or from the state dict that was given.
+or from the state dict that was given. In an optimizer that was trained or restored, the masters of
+a shard that round to its parameters stay as they are. What Megatron-Bridge and NeMo-RL call after a
+load does the same.
 Leaves alone: Megatron-FSDP, stubs, float8 parameters under delayed scaling with PAO.
 Remove when: the method has no early return.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -25,11 +30,23 @@ from vime_optim.backends.kinds import (
     is_precision_aware,
     owned_params,
 )
+from vime_optim.backends.refresh import is_trained, stays
 from vime_optim.backends.slots import master_slot
 from vime_optim.fixes.precision import sync_moved_params
 from vime_optim.fixes.restore import write_slot
 from vime_optim.probe import has_patch, missing_parameters, source_of
-from vime_optim.registry import NEEDED, Diagnosis, Fix, Hit, Target, fixed_upstream, not_understood
+from vime_optim.registry import (
+    NEEDED,
+    Diagnosis,
+    Fix,
+    Hit,
+    Target,
+    fixed_upstream,
+    not_understood,
+    takes,
+)
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class _Unmarked(wrapt.ObjectProxy):  # type: ignore[type-arg]
@@ -51,15 +68,52 @@ def _wrap(original: Any, hit: Hit) -> Any:
             _refresh_inner_masters(self, state_dict)
             return
         # Megatron's own masters first; it would skip them for a HybridDeviceOptimizer.
-        self.optimizer = _Unmarked(inner) if is_hybrid(inner) else inner
-        try:
-            original(self, *(() if state_dict is None else (state_dict,)))
-        finally:
-            self.optimizer = inner
+        with _without_kept(self) if state_dict is None else nullcontext():
+            self.optimizer = _Unmarked(inner) if is_hybrid(inner) else inner
+            try:
+                original(self, *(() if state_dict is None else (state_dict,)))
+            finally:
+                self.optimizer = inner
         if is_hybrid(inner):
             inner.update_fp32_param_by_new_param()
 
     return copy_model_params_to_main_params
+
+
+@contextmanager
+def _without_kept(dist_opt: Any) -> Iterator[None]:
+    """Megatron's method sees no master that is to stay as it is."""
+    whole = dist_opt.model_float16_groups, dist_opt.shard_fp32_from_float16_groups
+    kept = _kept(dist_opt)
+    pairs = [
+        [(param, main) for param, main in zip(*groups, strict=True) if param not in kept]
+        for groups in zip(*whole, strict=True)
+    ]
+    dist_opt.model_float16_groups = [[param for param, _ in group] for group in pairs]
+    dist_opt.shard_fp32_from_float16_groups = [[main for _, main in group] for group in pairs]
+    try:
+        yield
+    finally:
+        dist_opt.model_float16_groups, dist_opt.shard_fp32_from_float16_groups = whole
+
+
+@torch.no_grad()
+def _kept(dist_opt: Any) -> set[torch.Tensor]:
+    """Model parameters whose masters stay."""
+    if not is_trained(dist_opt.optimizer):
+        return set()
+    return {
+        model_param
+        for model_param, ranges in owned_params(dist_opt)
+        if type(model_param) in _PLAIN
+        and stays(
+            dist_opt, master_slot(dist_opt, model_param), _shard(model_param, ranges), trained=True
+        )
+    }
+
+
+def _shard(param: torch.Tensor, ranges: dict[str, Any]) -> torch.Tensor:
+    return param.detach().reshape(-1)[ranges["param"].start : ranges["param"].end]
 
 
 @torch.no_grad()
@@ -69,15 +123,36 @@ def _refresh_inner_masters(dist_opt: Any, state_dict: Any) -> None:
             return  # FusedAdam makes its masters from the parameters, on the first step
         ensure_state(dist_opt)
     sources = {}
+    kept = _kept(dist_opt) if state_dict is None else set()
     if state_dict is not None:
         sources = dist_opt._build_model_param_to_state_dict_param_map(state_dict)
     for model_param, ranges in owned_params(dist_opt):
+        if model_param in kept:
+            continue
         source = sources.get(model_param, model_param).detach()
-        if type(source) not in (torch.Tensor, torch.nn.Parameter):
+        if type(source) not in _PLAIN:
             source = source.float()  # a quantized tensor cannot be sliced by elements
-        flat = source.reshape(-1)[ranges["param"].start : ranges["param"].end]
-        write_slot(dist_opt, master_slot(dist_opt, model_param), flat.float())
+        flat = _shard(source, ranges).float()
+        write_slot(dist_opt, master_slot(dist_opt, model_param), flat)
     sync_moved_params(dist_opt)
+
+
+def _wrap_of_framework(original: Any, hit: Hit) -> Any:
+    """Replaced: it copies the parameters over every master of CPU offload, restored ones too."""
+
+    def refresh_masters(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        members = getattr(optimizer, "chained_optimizers", [optimizer])
+        hybrids = [m for m in members if is_hybrid(getattr(m, "optimizer", None))]
+        methods = [m._copy_model_params_to_main_params for m in hybrids]
+        methods += [m.optimizer.update_fp32_param_by_new_param for m in hybrids]
+        if not hybrids or not all(hasattr(method, "__vime_optim__") for method in methods):
+            return original(optimizer, *args, **kwargs)
+        hit()
+        for member in hybrids:
+            member._copy_model_params_to_main_params()
+        return True
+
+    return refresh_masters
 
 
 def _diagnose(module: ModuleType, original: Any) -> Diagnosis:
@@ -103,6 +178,27 @@ FIXES = (
                 "DistributedOptimizer._copy_model_params_to_main_params",
                 _wrap,
                 _diagnose,
+            ),
+        ),
+    ),
+    Fix(
+        id="framework-refresh",
+        faults=("F12",),
+        summary="what frameworks call after a load keeps masters that were restored",
+        targets=(
+            Target(
+                "megatron.bridge.training.optim",
+                "sync_hybrid_device_optimizer_fp32_master_copies",
+                _wrap_of_framework,
+                takes("optimizer"),
+                optional=True,
+            ),
+            Target(
+                "nemo_rl.models.megatron.setup",
+                "_force_sync_optimizer_fp32_from_model",
+                _wrap_of_framework,
+                takes("optimizer", "model"),
+                optional=True,
             ),
         ),
     ),

@@ -22,7 +22,9 @@ from typing import Any
 import torch
 
 from vime_optim.backends.inert import ensure_hybrid_state
-from vime_optim.backends.kinds import STATE_MASTER, sub_optimizers
+from vime_optim.backends.kinds import MASTER, STATE_MASTER, sub_optimizers
+from vime_optim.backends.refresh import is_trained, stays
+from vime_optim.backends.slots import Slot
 from vime_optim.probe import has_patch, source_of
 from vime_optim.registry import (
     NEEDED,
@@ -110,14 +112,16 @@ def _wrap_move_state(original: Any, hit: Hit) -> Any:
 
 
 def _wrap_refresh_masters(original: Any, hit: Hit) -> Any:
+    """Replaced: Megatron's own would round masters that belong to their parameters."""
+
     @torch.no_grad()
     def update_fp32_param_by_new_param(self: Any) -> None:
         hit()
-        original(self)
+        trained = is_trained(self)
         # Megatron refreshes the float32 copies of 16-bit parameters alone; the host copies of
         # float32 ones (every parameter without PAO) would be stepped from where they were.
         for param, held in self.param_to_inner_param.items():
-            if held is not param:
+            if held is not param and not stays(self, Slot(MASTER, held), param, trained):
                 held.detach().copy_(param.detach())
 
     return update_fp32_param_by_new_param

@@ -23,11 +23,12 @@ from typing import Any
 
 import torch
 
-from vime_optim.backends.groups import groups_only, saved_step, step_into_groups
+from vime_optim.backends.groups import COUNTS, groups_only, saved_step, step_into_groups
 from vime_optim.backends.inert import ensure_saveable, ensure_state
 from vime_optim.backends.kinds import (
     MASTER,
     correct_group_map,
+    counts_steps,
     has_buffers,
     is_hybrid,
     is_native,
@@ -36,10 +37,12 @@ from vime_optim.backends.kinds import (
     optimizer_param,
     owned_params,
     param_name,
+    sub_optimizers,
 )
 from vime_optim.backends.matching import identifiers, match_groups
+from vime_optim.backends.refresh import note_restored
 from vime_optim.backends.slots import slots_of
-from vime_optim.backends.steps import steps_as_numbers, write_step
+from vime_optim.backends.steps import drop_steps, steps_as_numbers, write_step
 from vime_optim.errors import CheckpointError
 from vime_optim.fixes.precision import is_canonical, sync_moved_params
 from vime_optim.probe import has_patch, missing_parameters, source_of
@@ -68,6 +71,8 @@ def _wrap_state_dict(original: Any, hit: Hit) -> Any:
         with groups_only(self) as inner:
             result = original(self)
         step_into_groups(inner, result["optimizer"]["param_groups"])
+        if counts_steps(inner):
+            result["optimizer"][COUNTS] = True
         return result
 
     return state_dict
@@ -83,19 +88,24 @@ def _wrap_load_state_dict(original: Any, hit: Hit) -> Any:
         step = saved_step(groups)
         correct_group_map(self)
         ensure_state(self)
-        counts_states = is_native(self.optimizer) or is_hybrid(self.optimizer)
-        if step is None and counts_states:
-            step = 0  # saved before the first step; Megatron asks every group for one
+        counts = counts_steps(self.optimizer)
+        if step is None and counts and (is_native(self.optimizer) or is_hybrid(self.optimizer)):
+            step = 0  # saved before the first step
         with groups_only(self, groups):
-            original(self, _with_groups(state_dict, groups, step))
-        if not step and "param_state" in state_dict:
+            # Without Transformer Engine and Apex, Megatron asks every group for a step.
+            original(self, _with_groups(state_dict, groups, step or 0))
+        if counts and not step and "param_state" in state_dict:
             _require_no_moments(self)
             if step is None and any("step" in group for group in self.optimizer.param_groups):
                 step = 0  # FusedAdam's counters of before the load are those of other moments
         if step is not None:
             write_step(self.optimizer, step)
+        elif not counts:
+            for part in sub_optimizers(self.optimizer):
+                drop_steps(part)
         if "param_state" in state_dict:
             sync_moved_params(self)
+            note_restored(self)
 
     return load_state_dict
 
@@ -114,11 +124,10 @@ def _groups_of(state_dict: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _with_groups(
-    state_dict: dict[str, Any], groups: list[dict[str, Any]], step: int | None
+    state_dict: dict[str, Any], groups: list[dict[str, Any]], step: int
 ) -> dict[str, Any]:
     """The state dict with these groups, and the same step in each, as Megatron asserts for Adam."""
-    if step is not None:
-        groups = [{**group, "step": step} for group in groups]
+    groups = [{**group, "step": step} for group in groups]
     return {**state_dict, "optimizer": {**state_dict["optimizer"], "param_groups": groups}}
 
 

@@ -1,11 +1,11 @@
 """A chained optimizer may have a child without parameters.
 
 Symptom: only the experts are trained, and a save dies with `'NoneType' object has no attribute
-'param_groups'` (F23).
+'param_groups'` (F23); in the `torch` format a save or load of the parameter states dies too.
 Cause: where nothing of the dense model is trained, its optimizer is a stub around None. Its step()
 knows that; its state_dict() and the chain's _synchronize_steps() do not.
-Changes: a stub saves a state without param groups and loads nothing; steps are synchronized among
-the others.
+Changes: a stub saves a state without param groups, or an empty one, and loads nothing; steps are
+synchronized among the others, whose group decides which ranks write.
 Leaves alone: optimizers with parameters on any rank; these are no stubs on the ranks without.
 Remove when: stubs have a state dict.
 """
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from vime_optim.backends.kinds import is_stub
-from vime_optim.registry import Fix, Hit, Target, takes
+from vime_optim.registry import Fix, Hit, Target, Wrap, takes
 
 
 def empty_state() -> dict[str, Any]:
@@ -37,14 +37,54 @@ def _wrap_state_dict(original: Any, hit: Hit) -> Any:
     return state_dict
 
 
-def _wrap_load_state_dict(original: Any, hit: Hit) -> Any:
-    def load_state_dict(self: Any, state_dict: Any) -> None:
+def _wrap_nothing(original: Any, hit: Hit) -> Any:
+    """Serves what a stub has nothing to do for: every load, and a save to a file of its own."""
+
+    def nothing(self: Any, *args: Any, **kwargs: Any) -> None:
         if is_stub(self):
             hit()
         else:
-            original(self, state_dict)
+            original(self, *args, **kwargs)
 
-    return load_state_dict
+    return nothing
+
+
+def _wrap_gather(original: Any, hit: Hit) -> Any:
+    def get_parameter_state_dp_zero(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_stub(self):
+            return original(self, *args, **kwargs)
+        hit()
+        group = self.__dict__.get("data_parallel_group")
+        return {} if group is None or group.rank() == 0 else None
+
+    return get_parameter_state_dp_zero
+
+
+def _wrap_parameter_state(original: Any, hit: Hit) -> Any:
+    """Serves the save and the load of a chain. Each optimizer keeps its place in the file."""
+
+    def parameter_state(self: Any, *args: Any, **kwargs: Any) -> Any:
+        stubs = [member for member in self.chained_optimizers if is_stub(member)]
+        groups = [
+            member.data_parallel_group
+            for member in self.chained_optimizers
+            if not is_stub(member) and hasattr(member, "data_parallel_group")
+        ]
+        if not stubs:
+            return original(self, *args, **kwargs)
+        if not groups:
+            with _without_stubs(self, hit):
+                return original(self, *args, **kwargs)
+        hit()
+        for stub in stubs:
+            stub.data_parallel_group = groups[0]
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            for stub in stubs:
+                del stub.data_parallel_group
+
+    return parameter_state
 
 
 def _wrap_on_the_others(original: Any, hit: Hit) -> Any:
@@ -72,6 +112,10 @@ _DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer"
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
 
 
+def _target(name: str, wrap: Wrap, *needed: str) -> Target:
+    return Target(_DISTRIBUTED, f"DistributedOptimizer.{name}", wrap, takes("self", *needed))
+
+
 FIXES = (
     Fix(
         id="stub",
@@ -87,11 +131,19 @@ FIXES = (
                 _wrap_state_dict,
                 takes("self", "model_sharded_state_dict"),
             ),
-            Target(
-                _DISTRIBUTED,
-                "DistributedOptimizer.load_state_dict",
-                _wrap_load_state_dict,
-                takes("self", "state_dict"),
+            _target("load_state_dict", _wrap_nothing, "state_dict"),
+            _target("get_parameter_state_dp_zero", _wrap_gather),
+            _target("save_parameter_state", _wrap_nothing, "filename"),
+            _target("load_parameter_state", _wrap_nothing, "filename"),
+            _target("load_parameter_state_from_dp_zero", _wrap_nothing, "state_dict"),
+            *(
+                Target(
+                    _OPTIMIZER,
+                    f"ChainedOptimizer.{name}",
+                    _wrap_parameter_state,
+                    takes("self", "filename"),
+                )
+                for name in ("save_parameter_state", "load_parameter_state")
             ),
             Target(
                 _OPTIMIZER,
