@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.checkpoint.broken import write_checkpoint
 from tests.checkpoint.conftest import NAMES, Unpack
 from vime_optim.checkpoint import load_safetensors
 from vime_optim.checkpoint.cli import main
@@ -368,3 +369,14 @@ def test_commands_print_json(
     ):
         main([*arguments, "--json"])
         assert key in json.loads(capsys.readouterr().out)
+
+
+def test_inspect_counts_the_ranks_of_our_files_too(tmp_path: Path) -> None:
+    """Stock names files `__<rank>_<n>`, we `__<rank>_<random>_<n>`."""
+    folder = write_checkpoint(tmp_path / "c", file="__3_0a1b2c3d_1.distcp")
+    (folder / "__0_0.distcp").rename(folder / "__3_0a1b2c3d_1.distcp")
+    (folder / "__3_0a1b2c3d_0.distcp").touch()
+    (folder / "__4_0.distcp").touch()
+    report = inspect_checkpoint(folder)
+    assert report.findings == []
+    assert report.layout["ranks_that_wrote"] == 2

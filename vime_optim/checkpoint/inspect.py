@@ -25,7 +25,7 @@ _LAYOUT_ARGS = (
     "context_parallel_size",
     "expert_model_parallel_size",
 )
-_SHARD_FILE = re.compile(r"__(\d+)_\d+\.distcp")
+_SHARD_FILE = re.compile(r"__(\d+)_(?:[0-9a-f]{8}_)?\d+\.distcp")
 
 
 @dataclass
