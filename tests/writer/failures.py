@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import gc
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from tests.writer import faults
@@ -349,6 +352,33 @@ def damaged(root: Path, persistent: bool) -> dict[str, Any]:
     torch.distributed.barrier()
     cut = load_outcome(trainer, directory)
     return {"whole": whole, "flipped": flipped, "cut": cut, "file": path.name}
+
+
+def flat(root: Path, persistent: bool, rounds: int = 6) -> dict[str, Any]:
+    """Many saves, sync and async in turn: what the process holds after a third of them and last."""
+    trainer = Trainer(1 << 16, persistent=persistent)
+    held = []
+    for number in range(rounds):
+        trainer.step()
+        directory, expected = trainer.save(root, is_async=number % 2 == 1)
+        trainer.finalize()
+        wrong = check(directory, expected)
+        if rank() == 0:
+            shutil.rmtree(directory)
+        torch.distributed.barrier()
+        if number in (rounds // 3, rounds - 1):
+            gc.collect()
+            held.append(
+                {
+                    "fds": len(os.listdir("/proc/self/fd")),
+                    "threads": len(os.listdir("/proc/self/task")),
+                    "children": len(psutil.Process().children(recursive=True)),
+                    "shared files": len(os.listdir("/dev/shm")),
+                    "resident_bytes": psutil.Process().memory_info().rss,
+                    "wrong": len(wrong),
+                }
+            )
+    return {"held": held}
 
 
 def no_psutil(root: Path, persistent: bool) -> dict[str, Any]:

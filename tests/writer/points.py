@@ -109,8 +109,9 @@ def _rank(job: Job, rank: int, kind: str) -> None:
         torch.set_num_threads(1)
         store = torch.distributed.FileStore(str(job.folder / "store"), 2)
         torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
-        _save(job, rank, kind)
-        end = ""
+        end = _flat(job, kind) if kind.startswith("flat") else ""
+        if not kind.startswith("flat"):
+            _save(job, rank, kind)
     except BaseException as error:
         end = f"{type(error).__name__}: {error}"
     finally:
@@ -137,6 +138,13 @@ def _save(job: Job, rank: int, kind: str) -> None:
     trainer.save(job.root, is_async=kind != "sync")
     trainer.finalize()
     (job.folder / f"done{rank}").touch()
+
+
+def _flat(job: Job, kind: str) -> str:
+    from tests.writer.failures import flat
+
+    _, how, rounds = kind.split()
+    return json.dumps(flat(job.root, how == "persistent", int(rounds))["held"])
 
 
 def judge(root: Path, tags: tuple[str, ...]) -> str:
@@ -288,12 +296,19 @@ def disk(root: Path, draw: random.Random) -> str:
     return f"{fault}: {ended}, {found}" + (" LOST" if ended == "done" and found != "exact" else "")
 
 
+def flat(root: Path, draw: random.Random) -> str:
+    """Fifty saves: what each rank held after a third of them, and at the end."""
+    job = Job(root, "a", f"flat {draw.choice(['forked', 'persistent'])} 50")
+    return "; ".join(job.ends()) if job.wait(300) else "HUNG"
+
+
 POINTS: dict[str, Point] = {
     "kill": kill,
     "pause": pause,
     "two_jobs": two_jobs,
     "removed": removed,
     "disk": disk,
+    "flat": flat,
 }
 
 

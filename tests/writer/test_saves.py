@@ -123,6 +123,7 @@ FORKED = [
     "two_saves:forked",
     "directory_replaced:forked",
     "file_removed:forked",
+    "flat:forked",
     "no_psutil:forked",
 ]
 
@@ -249,6 +250,15 @@ def test_a_save_whose_files_are_gone_is_not_completed(failed: Any, name: str) ->
         assert "the file is missing" in text or "removed or replaced" in text, text
     nothing_points_to_it(ranks)
     assert ranks[0].get("good", []) == []
+
+
+def test_saves_leave_nothing_behind(failed: Any) -> None:
+    """Descriptors, threads, processes and shared memory; resident memory is the campaign's."""
+    for outcome in failed["flat:forked"]:
+        early, late = outcome["held"]
+        for name in ("fds", "threads", "children"):
+            assert late[name] <= early[name], (name, early, late)
+        assert late["wrong"] == 0
 
 
 def test_an_unwritable_directory_is_refused_before_anything_is_written(failed: Any) -> None:
