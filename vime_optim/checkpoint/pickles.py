@@ -65,9 +65,9 @@ class _Machine:
         data, stack, memo = self.data, self.stack, self.memo
         push, remember = stack.append, memo.append
         fixed, counted, rare = _FIXED, _COUNTED, _RARE
-        at, end = 0, len(data)
+        at = 0
         while True:
-            code = data[at]
+            code = data[at]  # an argument that reaches past the end is found here
             at += 1
             if code == 0x94:  # MEMOIZE
                 remember(stack[-1])
@@ -90,8 +90,6 @@ class _Machine:
                 if step is None:
                     raise pickle.UnpicklingError(f"opcode {bytes([code])!r} has no place here")
                 at = step(self, at)
-            if at > end:
-                raise IndexError
         if len(stack) != 1 or self.marks:
             raise pickle.UnpicklingError("broken pickle: it leaves more than one object")
 
