@@ -127,22 +127,6 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     assert not (tmp_path / "x").is_symlink()
 
 
-@pytest.mark.parametrize("replaced", [False, True])
-def test_a_file_that_is_gone_when_it_ends_raises(tmp_path: Path, replaced: bool) -> None:
-    path = tmp_path / "x"
-
-    def interfere() -> None:
-        path.unlink()
-        if replaced:
-            path.write_bytes(b"another's")
-
-    with fastfile.DigestingFile(path) as file:
-        file.write(b"data")
-        interfere()
-        with pytest.raises(OSError, match="removed or replaced"):
-            file.finish("x")
-
-
 def test_bytes_are_written_as_they_are(tmp_path: Path) -> None:
     blob = io.BytesIO(b"some bytes")
     extents, _ = fastfile.write_file(tmp_path / "x", "x", [torch.rand(3), blob])

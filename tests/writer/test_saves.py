@@ -247,7 +247,7 @@ def test_a_save_whose_files_are_gone_is_not_completed(failed: Any, name: str) ->
     raised_everywhere(ranks)
     for outcome in ranks:
         text = outcome["raised"]["text"]
-        assert "the file is missing" in text or "removed or replaced" in text, text
+        assert "the file is missing" in text or "No such file" in text, text
     nothing_points_to_it(ranks)
     assert ranks[0].get("good", []) == []
 

@@ -14,7 +14,6 @@ The CRC-32 of the data entry is left zero: torch's reader is built without CRC c
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import os
 import secrets
@@ -69,12 +68,12 @@ class DigestingFile:
     It is always a new file: one that has the name already is unlinked, never truncated, so that
     hard links to it, its readers and a writer that outlived its job keep what they had.
 
-    Raises what the operating system raises: OSError with ENOSPC, EIO, EROFS and so on, and ESTALE
-    where the file is no longer the one of its name when it ends.
+    Raises what the operating system raises: OSError with ENOSPC, EIO, EROFS and so on. Whether the
+    file is still the one of its name is looked at when the save ends, by its stamp: inode numbers
+    mean little on some network file systems.
     """
 
     def __init__(self, path: str | os.PathLike[str], progress: Callable[[], None] | None = None):
-        self._path = path
         self._fd = create_new(path)
         self._parts: list[memoryview] = []  # written and not yet handed to the digester
         self._jobs: list[Future[None]] = []
@@ -133,19 +132,9 @@ class DigestingFile:
         if self.position % CHUNK_BYTES:
             self._digest(ends_chunk=True)
         os.fsync(self._fd)
-        self._require_own_name()
         self.settle()
         self.close()
         return FileRecord(name, self.position, stamp.hex(), bytes(self._digests))
-
-    def _require_own_name(self) -> None:
-        try:
-            if os.path.samestat(os.lstat(self._path), os.fstat(self._fd)):
-                return
-        except FileNotFoundError:
-            pass
-        what = "the file was removed or replaced while it was written"
-        raise OSError(errno.ESTALE, what, os.fspath(self._path))
 
     def close(self) -> None:
         self._digester.shutdown(cancel_futures=True)
