@@ -1,7 +1,6 @@
 """Our check of a global plan gives torch's verdict, on boxes of every kind."""
 
 import math
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -202,10 +201,8 @@ def test_chunks_that_all_span_the_longest_axis():
     ]
     plans = plans_of(shape, pieces, 64)
     metadata = metadata_of(plans)
-    began_s = time.perf_counter()
+    # torch takes minutes, as a check of pairs would here: pytest's limit for a test ends that.
     assert cover.check(plans, metadata.state_dict_metadata) == cover.Verdict()
-    # torch takes minutes. The bound only has to tell those apart on a busy machine.
-    assert time.perf_counter() - began_s < 5
     chunks = metadata.state_dict_metadata["w"].chunks
     chunks[777] = replace(chunks[777], offsets=chunks[778].offsets)
     faults = cover.check(plans, metadata.state_dict_metadata).faults

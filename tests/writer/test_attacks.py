@@ -27,7 +27,7 @@ ANY_ANSWER = {"no optimizer", *HARMLESS}
 
 @pytest.mark.parametrize("release", ["0.19.2", pytest.param("0.16.1", marks=MATRIX)])
 def test_no_attack_gets_through_a_load(release: str, tmp_path: Path) -> None:
-    """Ours on every rank, nothing run, nothing changed, in seconds and without much memory."""
+    """Ours on every rank, nothing run, nothing changed, without much memory."""
     everything = {"VIME_OPTIM_TEST_ALL": "1"}
     arguments = {"root": str(tmp_path)}
     outcomes = launch(tree_of(release), "attacks", arguments=arguments, environment=everything)
@@ -39,7 +39,6 @@ def test_no_attack_gets_through_a_load(release: str, tmp_path: Path) -> None:
             assert seen["unchanged"] or not seen["ours"], name
             assert "weights_only=False" not in seen["text"], name
             assert "weights_only" not in seen["text"] or "add_safe_globals" in seen["text"], name
-            assert seen["seconds"] < 30, (name, seen)
             assert seen["grown_bytes"] < 256 << 20, (name, seen)
         assert "no optimizer state is in this checkpoint" in rank["no optimizer"]["text"]
         assert "no plain file" in rank["data is a pipe"]["text"]

@@ -65,8 +65,6 @@ def _wrong(outcome: dict[str, Any]) -> list[str]:
             note(f"raised {rank['type']}: {text[:300]}")
         elif number != who and not (own in text and any(way in text for way in said)):
             note(f"does not say who and what: {text[:300]}")
-        if rank["seconds"] > 10:
-            note(f"took {rank['seconds']:.0f} s")
         if rank["complete"]:
             note("sees a complete checkpoint")
         refused = rank["step"] == rank["save"] == "OptimizerStateError"
