@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from vime_optim.backends.kinds import has_buffers, is_stub, owned_params
 from vime_optim.errors import OptimizerStateError
 from vime_optim.writer.agreement import Operation
 
@@ -48,7 +49,16 @@ class _Load:
     def begin(self) -> None:
         self.has_begun = True
         for optimizer in self.optimizers:
-            setattr(optimizer, _HALF, self.directory)
+            if not _is_empty(optimizer):
+                setattr(optimizer, _HALF, self.directory)
+
+
+def _is_empty(optimizer: Any) -> bool:
+    """Whether it holds no shard on this rank: nothing is loaded, and Megatron drops its {}."""
+    if is_stub(optimizer):
+        return True
+    shards = hasattr(optimizer, "gbuf_ranges") and has_buffers(optimizer)
+    return shards and next(iter(owned_params(optimizer)), None) is None
 
 
 def _members(state: Any, depth: int = 4) -> Iterator[Any]:
