@@ -28,7 +28,6 @@ PAO = (*PLAIN, "--use-precision-aware-optimizer")
 HYBRID = (*PAO, "--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d")
 HALF = (*HYBRID, "--optimizer-offload-fraction", "0.5")
 WHOLE = (*HYBRID, "--optimizer-offload-fraction", "1.0")
-NO_PAO = tuple(word for word in HALF if word != "--use-precision-aware-optimizer")
 PERSIST = ("--use-persistent-ckpt-worker",)
 MCORE = ("--async-save", "--async-strategy", "mcore", *PERSIST)
 NVRX = ("--async-save", "--async-strategy", "nvrx", *PERSIST)
@@ -116,7 +115,6 @@ CASES = (
     Case("half-late", HALF, install="late"),
     Case("half-first", HALF, install="first", spread=(MAIN,)),
     Case("whole", WHOLE, spread=(MAIN,)),
-    Case("half-no-pao", NO_PAO),
     Case("half-fully", (*HALF, "--dist-ckpt-optim-fully-reshardable")),
     Case("half-async", (*HALF, *MCORE), spread=(NEW,)),
     Case("whole-async", (*WHOLE, *MCORE)),
@@ -149,9 +147,8 @@ CASES = (
     Case("half-areal", HALF, callers=("areal",), spread=(OLD,)),
     Case("plain-areal", PLAIN, callers=("areal",)),
     Case("pao-te-areal", PAO, adam="te", callers=("areal",)),
-    Case("half-bridge", HALF, callers=("bridge",), spread=(NEW,)),
+    Case("half-bridge", HALF, callers=("bridge",)),
     Case("whole-bridge", WHOLE, callers=("bridge",)),
-    Case("half-no-pao-bridge", NO_PAO, callers=("bridge",)),
     Case(
         "half-finetune-bridge",
         HALF,
