@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -102,6 +103,12 @@ def _run_status(args: argparse.Namespace) -> int:
         sys.path.insert(0, str(resolve(args.megatron)))
     found = find_megatron() is not None
     if found:
+        import torch
+
+        from vime_optim.simulate.bootstrap import without_gpu
+
+        if not torch.cuda.is_available():
+            os.environ.update(without_gpu(os.environ))
         vime_optim.install()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron's, about what is not installed

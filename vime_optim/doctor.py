@@ -18,6 +18,7 @@ from typing import Any
 from vime_optim import __version__, compat, support
 from vime_optim.errors import SettingsError
 from vime_optim.settings import Settings
+from vime_optim.simulate.bootstrap import without_gpu
 
 PROBE_TIMEOUT_S = 600.0
 
@@ -212,6 +213,8 @@ def _probe(root: Path) -> dict[str, Any] | str:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
     for name in ("VIME_OPTIM_SKIP", "VIME_OPTIM_ONLY", "VIME_OPTIM_STRICT"):
         env.pop(name, None)  # what is needed does not depend on what is switched off
+    if not _has_gpu():
+        env = without_gpu(env)
     command = [sys.executable, "-W", "ignore", "-c", _PROBE]
     try:
         done = subprocess.run(
@@ -224,6 +227,14 @@ def _probe(root: Path) -> dict[str, Any] | str:
         return lines[-1]
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
+
+
+def _has_gpu() -> bool:
+    try:
+        import torch
+    except ImportError:
+        return False
+    return bool(torch.cuda.is_available())
 
 
 def _gib(size_bytes: int) -> str:

@@ -30,9 +30,14 @@ SOURCE_TREES = {"main": "0.20", "slime": "0.16"}
 _RELEASE = re.compile(r"\d+(\.\d+)+([a-z]+\d+)?")
 
 
+def user_cache() -> Path:
+    """Where what can be made again belongs: `~/.cache/vime_optim`, or below XDG_CACHE_HOME."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vime_optim"
+
+
 def cache_dir() -> Path:
-    """Where fetched releases live: VIME_OPTIM_CACHE_DIR, or `.build/megatron` here."""
-    return Path(os.environ.get("VIME_OPTIM_CACHE_DIR") or ".build/megatron").absolute()
+    """Where fetched releases live: VIME_OPTIM_CACHE_DIR, or `~/.cache/vime_optim/megatron`."""
+    return Path(os.environ.get("VIME_OPTIM_CACHE_DIR") or user_cache() / "megatron").absolute()
 
 
 def resolve(spec: str | Path) -> Path:
@@ -76,6 +81,7 @@ def fetch(release: str) -> Path:
     with _locked(target):
         if _holds_megatron(target):
             return target
+        print(f"downloading megatron-core {release} to {target}", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{release}.wheel.") as folder:
             return _unpack_into(_download(release, Path(folder)), target)
 

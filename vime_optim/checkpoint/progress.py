@@ -35,3 +35,15 @@ def progress(label: str, total_bytes: int, enabled: bool = True) -> Iterator[Adv
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(label, total=total_bytes)
         yield lambda count: bar.update(task, advance=count)
+
+
+@contextmanager
+def activity(first: str, enabled: bool = True) -> Iterator[Callable[[str], None]]:
+    """What is being done, and that it is being done; yields a function that takes the next text."""
+    if not enabled or not sys.stderr.isatty():
+        yield lambda _text: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(first) as status:
+        yield lambda text: status.update(text)

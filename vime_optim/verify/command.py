@@ -6,11 +6,13 @@ import argparse
 import importlib.util
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from vime_optim.checkpoint.progress import activity
 from vime_optim.errors import CheckpointError, VerifyError
-from vime_optim.megatron_source import RELEASES, resolve
+from vime_optim.megatron_source import RELEASES, resolve, user_cache
 from vime_optim.verify.case import ASYNC_MODES, DTYPES, OPTIMIZERS, Backend, Case, Layout
 from vime_optim.verify.explain import explain
 from vime_optim.verify.files import find_checkpoint, iteration_dir
@@ -19,7 +21,7 @@ from vime_optim.verify.lock import locked
 from vime_optim.verify.runner import CaseRun, Outcome, Workplace, record_error
 
 DEFAULT_RELEASE = "0.16.1"
-DEFAULT_DIR = Path(".build/verify")
+DEFAULT_DIR = user_cache() / "verify"
 SHOWN_DIFFERENCES = 20
 OK_LINE = "CKPT verify OK: save + load succeeded."
 
@@ -31,7 +33,12 @@ def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `vime-optim verify`."""
     add = parser.add_argument
     add("--phase", choices=("all", "save", "load"), default="all", help="one launch, or both")
-    add("--dir", type=Path, default=DEFAULT_DIR, help=f"checkpoints (default {DEFAULT_DIR})")
+    add(
+        "--dir",
+        type=Path,
+        default=DEFAULT_DIR,
+        help="checkpoints (default ~/.cache/vime_optim/verify)",
+    )
     add("--megatron", help=f"path or release (default: the installed one, else {DEFAULT_RELEASE})")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="cpu simulates a device")
     add("--launcher", choices=("local", "ray"), default="local", help="ray: ranks are Ray actors")
@@ -201,8 +208,11 @@ def _check_free(place: Workplace) -> None:
 
 
 def _run_phases(args: argparse.Namespace, case: Case, place: Workplace, step: int) -> Outcome:
-    with _launcher(case.megatron, args.device, args.launcher) as launcher:
-        return _phases(launcher, args, case, place, step)
+    with (
+        activity("importing megatron-core", not args.json) as tell,
+        _launcher(case.megatron, args.device, args.launcher) as launcher,
+    ):
+        return _phases(launcher, args, case, place, step, tell)
 
 
 def _launcher(megatron: str, device: str, kind: str) -> Launcher:
@@ -214,9 +224,14 @@ def _launcher(megatron: str, device: str, kind: str) -> Launcher:
 
 
 def _phases(
-    launcher: Launcher, args: argparse.Namespace, case: Case, place: Workplace, step: int
+    launcher: Launcher,
+    args: argparse.Namespace,
+    case: Case,
+    place: Workplace,
+    step: int,
+    tell: Callable[[str], None],
 ) -> Outcome:
-    run = CaseRun(launcher, case, place.directory, args.timeout)
+    run = CaseRun(launcher, case, place.directory, args.timeout, tell)
     phase = "save"
     try:
         if args.phase != "load":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,13 @@ if TYPE_CHECKING:
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 _JOB = "vime_optim.verify.job:"
+#: What a phase does, for people who wait.
+DOING = {
+    "save": "training and saving",
+    "continuous": "training in a run that never saves",
+    "resume": "loading in fresh processes and training on",
+    "reference": "training from the same checkpoint in another way",
+}
 _OF_A_STEP = {"exp_avg", "exp_avg_sq", "step"}
 """What every optimizer holds after one step; without it, an equal comparison proves little."""
 
@@ -118,8 +126,14 @@ class CaseRun:
     """The phases of one case on one launcher; each fills in the outcome."""
 
     def __init__(
-        self, launcher: Launcher, case: Case, directory: Path, timeout_s: float = LAUNCH_TIMEOUT_S
+        self,
+        launcher: Launcher,
+        case: Case,
+        directory: Path,
+        timeout_s: float = LAUNCH_TIMEOUT_S,
+        tell: Callable[[str], None] = lambda text: None,
     ) -> None:
+        self._tell = tell
         self.case = case
         self.place = Workplace(directory.absolute())
         self.outcome = Outcome(case)
@@ -128,6 +142,7 @@ class CaseRun:
 
     def phase(self, name: str, step: int | None = None) -> list[dict[str, Any]]:
         """Run one function of job.py on all ranks of its side's layout."""
+        self._tell(DOING.get(name, name))
         loading = name in ("resume", "reference")
         layout = self.case.load_layout if loading else self.case.layout
         payload = {
