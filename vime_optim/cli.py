@@ -22,12 +22,15 @@ COMMANDS = {
     "check": "compare every byte of a checkpoint with what was written",
     "diff": "compare two checkpoints",
     "repair": "mend a checkpoint that a broken tree wrote",
-    "export": "write a checkpoint's weights as safetensors",
-    "import": "make a checkpoint from safetensors",
+    "export": "write a checkpoint's optimizer state (and weights) as safetensors",
+    "import": "make a checkpoint from an export",
     "status": "install the fixes here and show what each one found",
     "doctor": "what was found on this machine, and what to do",
     "patches": "list or write the fixes as diffs for one release of megatron-core",
 }
+_SIGPIPE_STATUS = 141
+"""What a shell reports of a program that a closed pipe ended."""
+
 _CHECKPOINT_COMMANDS = ("inspect", "check", "diff", "repair", "export", "import")
 
 
@@ -41,7 +44,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 2
     try:
-        return runners[args.command](args)
+        status = runners[args.command](args)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _SIGPIPE_STATUS
     except VimeOptimError as error:
         print(f"vime-optim {args.command}: {error}", file=sys.stderr)
         return 2

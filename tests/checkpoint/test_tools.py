@@ -352,7 +352,8 @@ def test_commands_print_within_80_columns(
     assert main(["import", str(tmp_path / "b"), "--out", str(tmp_path / "c")]) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    assert max(len(line) for line in out.splitlines() if str(tmp_path) not in line) <= 80
+    # A longer line is one name, whole, behind its label.
+    assert all(len(line) <= 80 or len(line.split()) <= 4 for line in out.splitlines())
 
 
 def test_commands_print_json(

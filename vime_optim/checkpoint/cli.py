@@ -31,7 +31,9 @@ def byte_count(text: str) -> int:
 def add_arguments(subparsers: Any) -> None:
     """Adds the six commands to `ArgumentParser.add_subparsers()`'s result."""
     inspect = _command(subparsers, "inspect", "say what a checkpoint holds and what is wrong")
-    inspect.add_argument("directory", help="iter_XXXXXXX directory")
+    inspect.add_argument(
+        "directory", help="iter_XXXXXXX directory, or the folder that holds its latest"
+    )
     inspect.add_argument("--tree", action="store_true", help="list every tensor")
 
     check = _command(subparsers, "check", "compare every byte with what was written")
@@ -50,10 +52,14 @@ def add_arguments(subparsers: Any) -> None:
     repair.add_argument("--copy", action="store_true", help="no hard links to the old files")
     _memory(repair)
 
-    export = _command(subparsers, "export", "write optimizer state as safetensors")
+    export = _command(subparsers, "export", "write optimizer state (and weights) as safetensors")
     export.add_argument("directory")
     export.add_argument("--out", required=True, help="a new directory, or an unfinished export")
-    export.add_argument("--model", action="store_true", help="also the model's weights")
+    export.add_argument(
+        "--model",
+        action="store_true",
+        help="also the model's weights, which are left out otherwise",
+    )
     export.add_argument("--include", action="append", default=[], metavar="GLOB")
     export.add_argument("--exclude", action="append", default=[], metavar="GLOB")
     export.add_argument("--dtype", choices=DTYPES, help="convert floating-point tensors")
@@ -106,7 +112,9 @@ def _failed(error: Exception, as_json: bool) -> int:
     if isinstance(error, MemoryError):
         text = "There is not enough memory; give a smaller --memory-bytes."
     if as_json:
-        fields = {k: getattr(error, k, None) for k in ("what", "where", "got", "next_step")}
+        fields = {
+            k: getattr(error, k, None) for k in ("what", "where", "got", "expected", "next_step")
+        }
         print(json.dumps({"error": {**fields, "text": text}}, indent=1, default=str))
     else:
         lines = [line[:2000] for line in printable(text).splitlines()]

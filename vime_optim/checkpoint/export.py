@@ -30,6 +30,7 @@ from vime_optim.checkpoint.safe_load import save_common
 from vime_optim.checkpoint.safetensors_io import DTYPE_NAMES, INDEX_NAME, header_bytes
 from vime_optim.errors import CheckpointError
 
+NO_WEIGHTS = "optimizer state only: the model's weights are not in it"
 PLAN_NAME = "export-plan.json"
 SHARD_BYTES = 4 << 30
 DEFAULT_MEMORY_BYTES = 1 << 30
@@ -86,6 +87,8 @@ def export_checkpoint(
         report = ExportReport(str(source), str(out), "buckets" if buckets else "fully_reshardable")
         if buckets:
             report.notes.append(f"flat buckets keep their own names: {view.layout_problem}")
+        if not any(tensor.kind == MODEL for tensor in chosen):
+            report.notes.append(NO_WEIGHTS + " (--model adds them)")
         types = {t.name: _target_dtype(t, dtype) for t in chosen}
         shards = _split(chosen, types, shard_bytes)
         plan = _plan(checkpoint, shards, types)

@@ -11,7 +11,7 @@ import io
 import json
 import os
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from vime_optim.checkpoint.boxes import Box, box_shape, tiles
 from vime_optim.checkpoint.carry import common_from_index
 from vime_optim.checkpoint.dcp_metadata import dump_metadata, parse_metadata
+from vime_optim.checkpoint.export import NO_WEIGHTS
+from vime_optim.checkpoint.names import parse_key
 from vime_optim.checkpoint.output import new_directory, refuse_existing, refuse_inside, write_file
 from vime_optim.checkpoint.progress import Advance, progress
 from vime_optim.checkpoint.repair import CONFIG
@@ -61,6 +63,7 @@ class ImportReport:
     tensors: int = 0
     bytes: int = 0
     objects: int = 0
+    notes: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -88,6 +91,8 @@ def import_checkpoint(
     metadata = index["metadata"]
     common, objects = _rest(folder, metadata)
     report = ImportReport(str(folder), str(out), str(metadata.get("format", "fully_reshardable")))
+    if all(parse_key(name) is not None for name in tensors):
+        report.notes.append(f"{NO_WEIGHTS}; Megatron loads the two together")
     report.tensors, report.objects = len(tensors), len(objects)
     report.bytes = sum(tensor.size_bytes for tensor in tensors.values())
     # torch.save of a piece and its bytes object both hold the piece: three of them at once, and the

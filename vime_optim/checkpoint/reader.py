@@ -13,7 +13,6 @@ import os
 import stat
 from collections import OrderedDict
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from vime_optim.checkpoint.dcp_metadata import (
     parse_metadata,
 )
 from vime_optim.checkpoint.items import FileWindow, ItemLayout, carrier_dtype, read_layout
+from vime_optim.checkpoint.place import checkpoint_directory, describe, refuse_plain_dcp
 from vime_optim.checkpoint.safe_load import load_common
 from vime_optim.errors import CheckpointError
 
@@ -48,20 +48,17 @@ class Checkpoint:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = checkpoint_directory(path)
         self._descriptors: OrderedDict[str, int] = OrderedDict()
         self._layouts: dict[tuple[str, tuple[int, ...]], ItemLayout] = {}
         self._sorted_key: str | None = None
         self._covered: set[str] = set()
         self._common: Any = None
-        if not self.path.is_dir():
-            raise CheckpointError(
-                "There is no checkpoint directory here.",
-                where=str(self.path),
-                next_step="Give the iter_XXXXXXX directory that holds .metadata.",
-            )
         self.config = self._read_config()
         self.index: Index = self._read_index()
+        has_common = COMMON_STATE_KEY in self.index.objects or (self.path / "common.pt").exists()
+        if self.config is None and not has_common:
+            refuse_plain_dcp(self.path)
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -133,33 +130,15 @@ class Checkpoint:
         backend = (self.config or {}).get("sharded_backend", "torch_dist")
         data = self._read_small(".metadata", METADATA_LIMIT_BYTES)
         if backend != "torch_dist" or data is None:
+            found, next_step = describe(self.path)
             raise CheckpointError(
                 "This directory is not a torch_dist checkpoint of Megatron.",
                 where=str(self.path),
-                got=f"backend {str(backend)[:60]!r}"
-                if backend != "torch_dist"
-                else self._describe_foreign(),
+                got=f"backend {str(backend)[:60]!r}" if backend != "torch_dist" else found,
                 expected="a directory with .metadata, .distcp files and common.pt or common_state",
-                next_step=self._foreign_next_step(),
+                next_step=next_step,
             )
         return parse_metadata(data)
-
-    def _describe_foreign(self) -> str:
-        names = sorted(entry.name for entry in self.path.iterdir())[:2000]
-        if not names:
-            return "an empty directory"
-        if any(name.endswith(".safetensors") for name in names):
-            return "safetensors files (Hugging Face, or an export of this tool)"
-        if any(name.endswith(".distcp") for name in names):
-            return ".distcp files without .metadata: the save did not finish"
-        if any(name.startswith("iter_") for name in names):
-            return "a directory of checkpoints: " + ", ".join(names[:4])
-        return "files such as " + ", ".join(ascii(name)[1:-1] for name in names[:4])
-
-    def _foreign_next_step(self) -> str:
-        if (self.path / "latest_checkpointed_iteration.txt").exists():
-            return "Give one of the iter_XXXXXXX directories inside."
-        return "Give the iter_XXXXXXX directory of a finished save."
 
     # -- files and items
 

@@ -1,7 +1,10 @@
-"""Reports as lines of text for a terminal of 80 columns."""
+"""Reports as lines of text; names of tensors and files are never broken."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 import textwrap
 from typing import Any
 
@@ -12,6 +15,7 @@ from vime_optim.checkpoint.repair import RepairPlan
 from vime_optim.writer.manifest import Verification
 
 WIDTH = 80
+_NARROWEST = 40
 _LISTED = 20
 
 
@@ -25,9 +29,21 @@ def size_text(count: int) -> str:
     return f"{value:.1f} TiB"
 
 
+def width() -> int:
+    """Columns to fill: COLUMNS, else those of the terminal, else 80."""
+    if not os.environ.get("COLUMNS", "").isdigit() and not sys.stdout.isatty():
+        return WIDTH
+    return max(_NARROWEST, shutil.get_terminal_size((WIDTH, 24)).columns)
+
+
 def _wrap(text: str, indent: str = "", first: str = "") -> list[str]:
     return textwrap.wrap(
-        printable(text), WIDTH, initial_indent=first or indent, subsequent_indent=indent
+        printable(text),
+        width(),
+        initial_indent=first or indent,
+        subsequent_indent=indent,
+        break_long_words=False,  # a name that is cut in two can be neither copied nor searched
+        break_on_hyphens=False,
     ) or [first.rstrip()]
 
 
@@ -100,10 +116,21 @@ def diff_lines(report: DiffReport) -> list[str]:
         lines += _wrap(reason, "  ")
     words = {
         EQUAL: "equal in every bit",
-        DIFFERENT: f"different: {len(report.tensors)} tensors, {len(report.scalars)} scalars",
+        DIFFERENT: "different: " + ", ".join(_counts(report)),
         CANNOT_SAY: "cannot say",
     }
     return [*lines, words[report.verdict]]
+
+
+def _counts(report: DiffReport) -> list[str]:
+    """What differs, and what is on one side alone."""
+    counted = (
+        ("tensors", report.tensors),
+        ("scalars", report.scalars),
+        ("only in a", report.only_in_a),
+        ("only in b", report.only_in_b),
+    )
+    return [f"{len(found)} {name}" for name, found in counted if found]
 
 
 def _difference(found: TensorDiff) -> str:
