@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from tests.checkpoint.conftest import Unpack
 from vime_optim import cli
+from vime_optim.checkpoint.common import GroupSource, OptimizerFacts
 
 Capture = pytest.CaptureFixture[str]
 
@@ -123,3 +124,17 @@ def test_a_closed_pipe_ends_quietly(stock: Unpack) -> None:
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_cpu_offload_is_named_in_what_install_saves() -> None:
+    """The groups of a save under install(), which leaves out the keys that name the classes."""
+    common = {"lr": 0.02, "weight_decay": 0.06, "betas": (0.9, 0.999), "eps": 1e-8, "step": 3}
+
+    def named(offload: bool = False, **keys: object) -> str | None:
+        source = GroupSource("optimizer", None, {"param_groups": [{**common, **keys}]})
+        return OptimizerFacts(sources=[source], cpu_offload=offload).backend
+
+    assert named(bias_correction=True, fused=True) == "HybridDeviceOptimizer (CPU offload)"
+    assert named(offload=True, amsgrad=False) == "HybridDeviceOptimizer (CPU offload)"
+    assert named(bias_correction=True) == "FusedAdam (Transformer Engine or Apex)"
+    assert named(amsgrad=False, fused=True) == "torch Adam or AdamW"

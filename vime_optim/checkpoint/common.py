@@ -51,6 +51,8 @@ class OptimizerFacts:
     sources: list[GroupSource] = field(default_factory=list)
     poisoned: list[str] = field(default_factory=list)
     classes: list[tuple[str | None, str]] = field(default_factory=list)
+    cpu_offload: bool = False
+    """Whether the job's own arguments, where they are saved, asked for it."""
 
     @property
     def steps(self) -> list[Any]:
@@ -68,6 +70,9 @@ class OptimizerFacts:
         if keys & set(HYBRID_KEYS):
             fraction = next((g["offload_fraction"] for g in groups if "offload_fraction" in g), "?")
             return f"HybridDeviceOptimizer (CPU offload, fraction {fraction})"
+        # install() leaves those keys out; what is left are the groups of both halves in one.
+        if self.cpu_offload or {"bias_correction", "fused"} <= keys:
+            return "HybridDeviceOptimizer (CPU offload)"
         if "amsgrad" in keys:
             return "torch Adam or AdamW"
         if "bias_correction" in keys:
@@ -112,6 +117,7 @@ def optimizer_facts(checkpoint: Checkpoint) -> OptimizerFacts:
     """
     facts = OptimizerFacts()
     common = checkpoint.common_state()
+    facts.cpu_offload = bool(getattr(common.get("args"), "optimizer_cpu_offload", False))
     content = common.get("content_metadata")
     if isinstance(content, dict) and content.get("distrib_optim_sharding_type"):
         facts.sharding = str(content["distrib_optim_sharding_type"])
