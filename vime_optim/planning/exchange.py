@@ -157,7 +157,9 @@ def _incoming(wrapper: Any, gathered: list[Any], open_session: Session | None) -
 def _key(wrapper: Any) -> _Key:
     import torch
 
-    return (wrapper.coordinator_rank, *torch.distributed.get_process_group_ranks(wrapper.group))
+    # torch 2.6 knows no ranks of None, which stands for all of them.
+    group = torch.distributed.group.WORLD if wrapper.group is None else wrapper.group
+    return (wrapper.coordinator_rank, *torch.distributed.get_process_group_ranks(group))
 
 
 _last: tuple[list[Any], Any] | None = None
