@@ -86,6 +86,7 @@ def test_command_prints_facts_and_fixes(
     assert found["fixes"]["step"] == "needed, applied"
     assert found["fixes"]["copy-back-order"] == "fixed upstream"
     assert "0.16.1" in found["facts"]["megatron-core"]
+    assert "tied embeddings" in found["facts"]["never exact"]
 
 
 def test_text_is_aligned_and_complete() -> None:

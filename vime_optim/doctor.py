@@ -22,6 +22,12 @@ from vime_optim.simulate.bootstrap import without_gpu
 
 PROBE_TIMEOUT_S = 600.0
 
+#: What no fix can mend, as it differs in the uninterrupted run itself (docs/limits.md).
+NEVER_EXACT = (
+    "tied embeddings over several pipeline stages with a part offloaded"
+    " (0 < offload fraction < 1): two copies, two Adams"
+)
+
 #: Run in a child process: an import that hangs or crashes must not take the doctor with it.
 _PROBE = """
 import json
@@ -79,6 +85,7 @@ def examine() -> Diagnosis:
     if megatron.version and megatron.version.release < compat.OLDEST_MEGATRON.release:
         found.advice.append(f"upgrade megatron-core to {compat.OLDEST_MEGATRON} or newer")
         return found
+    found.facts["never exact"] = NEVER_EXACT
     _together(found, megatron)
     _fixes(found, megatron.root)
     return found

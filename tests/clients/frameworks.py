@@ -144,33 +144,26 @@ def verl_split(record: Record) -> None:
 
 
 def bridge(record: Record) -> None:
-    """Megatron-Bridge and NeMo-RL: all three copies of the masters are refreshed after a load."""
+    """Megatron-Bridge, after each load: the parameters over the masters of CPU offload.
+
+    Its module is a stand-in that copies as the real one does (067f987, training/optim.py).
+    """
+    import importlib
+
+    import megatron
     from megatron.training import training
 
+    stand_in = Path(__file__).parent.parent / "stand_in" / "megatron"
+    megatron.__path__ = [*megatron.__path__, str(stand_in)]
+    optim = importlib.import_module("megatron.bridge.training.optim")
     load = training.load_checkpoint
 
     def load_checkpoint(model: Any, optimizer: Any, *rest: Any, **options: Any) -> Any:
         loaded = load(model, optimizer, *rest, **options)
-        for member in getattr(optimizer, "chained_optimizers", [optimizer]):
-            _refresh_hybrid(member)
+        optim.sync_hybrid_device_optimizer_fp32_master_copies(optimizer)
         return loaded
 
     training.load_checkpoint = load_checkpoint
-
-
-def _refresh_hybrid(member: Any) -> None:
-    hybrid = member.optimizer
-    if not hasattr(hybrid, "sub_optimizers"):
-        return
-    pairs = zip(member.model_float16_groups, member.shard_fp32_from_float16_groups, strict=False)
-    for models, masters in pairs:
-        for model, master in zip(models, masters, strict=False):
-            if master is not None:
-                part = member._get_model_param_range_map(model)["param"]
-                master.data.copy_(model.view(-1)[part.start : part.end])
-    for param, clone in hybrid.gpu_params_map_cpu_copy.items():
-        clone.data.copy_(param.data)
-    hybrid.update_fp32_param_by_new_param()
 
 
 def _use(checkpointer: Checkpointer) -> None:

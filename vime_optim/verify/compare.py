@@ -16,6 +16,9 @@ import torch
 
 from vime_optim.errors import VerifyError
 
+REPLICAS_DISAGREE = "replicas disagree"
+"""In a difference: copies of one value, on several ranks of one run, are not the same."""
+
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -150,7 +153,7 @@ def _write(
     again = seen[where]
     count = int((bits(target[where]) != bits(values))[again].sum())
     if count:
-        what = f"replicas disagree in {count} elements"
+        what = f"{REPLICAS_DISAGREE} in {count} elements"
         state.conflicts.append(Difference(*key, what, count, target.numel()))
     target[where] = values
     seen[where] = True
