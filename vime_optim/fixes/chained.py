@@ -36,6 +36,9 @@ def _wrap(original: Any, hit: Hit) -> Any:
     def load_state_dict(self: Any, state_dict: Any) -> None:
         hit()
         if isinstance(state_dict, dict) and self.chained_optimizers:
+            # A save records the sharding type there. Where a chain is all that was saved, Megatron
+            # would count it among the members.
+            state_dict = {k: v for k, v in state_dict.items() if k != "content_metadata"}
             state_dict = fit_chain(self.chained_optimizers, state_dict)
             _fill_steps(_lists_of_counting(self.chained_optimizers, state_dict))
         original(self, state_dict)
