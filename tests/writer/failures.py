@@ -354,6 +354,20 @@ def damaged(root: Path, persistent: bool) -> dict[str, Any]:
     return {"whole": whole, "flipped": flipped, "cut": cut, "file": path.name}
 
 
+def common_removed(root: Path, persistent: bool) -> dict[str, Any]:
+    """common.pt, which rank 0 wrote first, is gone when the save ends."""
+    trainer = Trainer(persistent=persistent)
+    trainer.step()
+    mark = block_writer_of_rank_1(root, trainer)
+    directory, _ = trainer.save(root)
+    torch.distributed.barrier()
+    if rank() == 0:
+        (directory / "common.pt").unlink()
+        mark.unlink()
+    raised = caught(trainer.finalize)
+    return {"raised": raised, "finished": [n for n in _finished(root) if "manifest" not in n]}
+
+
 def flat(root: Path, persistent: bool, rounds: int = 6) -> dict[str, Any]:
     """Many saves, sync and async in turn: what the process holds after a third of them and last."""
     trainer = Trainer(1 << 16, persistent=persistent)

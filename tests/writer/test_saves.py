@@ -123,6 +123,7 @@ FORKED = [
     "two_saves:forked",
     "directory_replaced:forked",
     "file_removed:forked",
+    "common_removed:forked",
     "flat:forked",
     "no_psutil:forked",
 ]
@@ -250,6 +251,12 @@ def test_a_save_whose_files_are_gone_is_not_completed(failed: Any, name: str) ->
         assert "the file is missing" in text or "No such file" in text, text
     nothing_points_to_it(ranks)
     assert ranks[0].get("good", []) == []
+
+
+def test_a_save_whose_common_state_is_gone_is_not_completed(failed: Any) -> None:
+    ranks = failed["common_removed:forked"]
+    raised_everywhere(ranks, "common.pt", "gone since it was written")
+    nothing_points_to_it(ranks)
 
 
 def test_saves_leave_nothing_behind(failed: Any) -> None:

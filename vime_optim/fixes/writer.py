@@ -269,6 +269,8 @@ def _wrap_finish(original: Any, hit: Hit) -> Any:
         else:
             vars(metadata).pop(MANIFEST_MARK, None)  # metadata may be that of an earlier save
         original(self, metadata, results)
+        if session is not None:
+            session.written.add(".metadata")
         if recorded and (session is None or session.error is None):
             hit()
             commit.write_manifest(str(self.checkpoint_dir), results)

@@ -8,6 +8,7 @@ an old one is taken away before the first byte of a new save is written.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 import re
@@ -44,11 +45,13 @@ class SaveSession:
 
     Attributes:
         error: what went wrong on this rank alone, where the others could not see it.
+        written: small files that this rank alone has written.
     """
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
         self.error: str | None = None
+        self.written: set[str] = set()
         self._lock: DirectoryLock | None = None
 
     def begin(self) -> None:
@@ -93,6 +96,13 @@ class SaveSession:
         except BaseException as error:  # a KeyboardInterrupt too: the others wait in `agree`
             self.error = self.error or describe(error)
             return None
+
+    def require_written(self) -> None:
+        """Raises FileNotFoundError where a small file is gone since it was written."""
+        for name in sorted(self.written):
+            path = Path(self.directory) / name
+            if not path.is_file():
+                raise FileNotFoundError(errno.ENOENT, "gone since it was written", str(path))
 
     def finish(self) -> None:
         """Collective, the last finalization step: all ranks commit or all raise."""
@@ -160,9 +170,12 @@ def rank0_step(session: SaveSession, name: str, step: Callable[[], Any]) -> Any:
 
     After a failure nothing more is written: `metadata.json` would declare the directory complete.
     """
+    if name == "metadata.json":
+        session.guarded(session.require_written)
     if session.error is not None:
         return None
     result = session.guarded(step)
+    session.written.add(name)
     if name == "metadata.json":
         if session.error is None:
             session.guarded(lambda: _after_commit(session))

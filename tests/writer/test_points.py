@@ -1,0 +1,32 @@
+"""A few points of each campaign; `python -m tests.writer.points --help` runs hundreds."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.writer.points import BAD, points
+
+
+def bad(found: dict[str, dict[str, int]]) -> list[str]:
+    return [
+        outcome for kind in found.values() for outcome in kind if any(w in outcome for w in BAD)
+    ]
+
+
+def test_kills_pauses_and_two_jobs() -> None:
+    found = points({"kill": 3, "pause": 2, "two_jobs": 2}, "0.16.1", limit_s=400)
+    assert not bad(found), found
+    assert {kind: sum(counts.values()) for kind, counts in found.items()} == {
+        "kill": 3,
+        "pause": 2,
+        "two_jobs": 2,
+    }
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("release", ["0.16.1", "0.19.2"])
+def test_disks_that_fail_and_files_that_go(release: str) -> None:
+    """Needs a C compiler, for the library that is preloaded."""
+    found = points({"disk": 20, "removed": 10, "kill": 20}, release, limit_s=900)
+    assert not bad(found), found
+    assert any("raised, refused" in outcome for outcome in found["disk"]), found
