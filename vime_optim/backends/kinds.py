@@ -71,7 +71,18 @@ def counts_steps_in(optimizer: Any) -> str | None:
 
 def counts_steps(inner: Any) -> bool:
     """Whether an optimizer, or a part of it, is known to count its steps."""
-    return any(counts_steps_in(part) in ("states", "groups") for part in sub_optimizers(inner))
+    parts = sub_optimizers(inner)
+    if not parts:
+        # CPU offload of a rank that holds no parameter: told by what its parts would be.
+        kinds = (getattr(inner, f"{half}_optimizer_cls", None) for half in ("cpu", "gpu"))
+        return any(isinstance(kind, type) and _is_adam(kind) for kind in kinds)
+    return any(counts_steps_in(part) in ("states", "groups") for part in parts)
+
+
+def _is_adam(kind: type) -> bool:
+    return issubclass(kind, (torch.optim.Adam, torch.optim.AdamW)) or any(
+        base.__name__ == "FusedAdam" for base in kind.__mro__
+    )
 
 
 def is_precision_aware(dist_opt: Any) -> bool:
