@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import urllib.parse
 from pathlib import Path
 
@@ -23,7 +24,7 @@ PAGES = {
     "usage": "usage.html",
     "faults": "faults/index.html",
     "benchmarks": "benchmarks.html",
-    "search": "index.html?q=" + urllib.parse.quote("UnpicklingError"),
+    "search": "frame/index.html?q=" + urllib.parse.quote("UnpicklingError"),
 }
 WIDTHS = {"wide": (1360, 1500), "narrow": (500, 1500)}
 """Chromium's windows are 500 pixels wide at least."""
@@ -31,11 +32,36 @@ WIDTHS = {"wide": (1360, 1500), "narrow": (500, 1500)}
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-    *("--hide-scrollbars", "--timeout=6000"),  # the search starts in a worker of its own
+    "--hide-scrollbars",
+)
+
+
+#: A page around a page, loaded only when the search in it has had its time: the browser takes the
+#: picture when all is loaded, and waits for no worker.
+WAITING_S = 6.0
+FRAME = (
+    '<body style="margin:0">'
+    '<iframe src="{page}" style="border:0;width:100vw;height:100vh"></iframe>'
+    '<img src="/wait" hidden>'
 )
 
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def do_GET(self) -> None:
+        if self.path == "/wait":
+            time.sleep(WAITING_S)
+            self.send_error(404)
+        elif self.path.startswith("/frame/"):
+            page = self.path.removeprefix("/frame")
+            body = FRAME.format(page=page).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+        else:
+            super().do_GET()
+
     def log_message(self, *_: object) -> None:
         pass
 

@@ -16,7 +16,7 @@ import yaml
 
 from benchmarks import save_load, topology8
 from docs import generate, make_matrix
-from vime_optim import cli, hooks
+from vime_optim import __version__, cli, hooks
 from vime_optim.fixes import FIXES
 from vime_optim.fixes import writer as writer_fixes
 from vime_optim.verify.matrix import COLUMNS, spread
@@ -119,6 +119,11 @@ def test_hooks_that_are_shown_exist(page: Path) -> None:
         assert (ROOT / "vime_optim" / f"{name}.py").exists() or (
             ROOT / "vime_optim" / name
         ).is_dir()
+
+
+def test_quick_start_shows_the_line_that_install_says() -> None:
+    line = f"vime_optim {__version__}: {len(FIXES)} fixes on megatron-core {RELEASES[-1]};"
+    assert line in (ROOT / "docs" / "quickstart.md").read_text()
 
 
 def _nav(entry: Any) -> Iterator[str]:
