@@ -99,8 +99,8 @@ class Settings:
         "VIME_OPTIM_VERIFY",
         _flag,
         False,
-        "compare every byte with its digest before a load, which reads the files once more"
-        " (the ranks share it); without a manifest the load is refused",
+        "compare every byte with its digest before a load, which reads the files once more (the"
+        " ranks share it, 1.25 times the load itself); without a manifest the load is refused",
     )
     async_mode: str = _setting(
         "VIME_OPTIM_ASYNC",
