@@ -100,3 +100,22 @@ def test_verbose_speaks_where_no_logging_is_set_up() -> None:
     done = run(script, path=(fetch("0.19.2"),), VIME_OPTIM_VERBOSE="1")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count(f"vime_optim {__version__}: ") == 1
+
+
+def test_names_in_the_table_are_whole_beside_long_cells() -> None:
+    from vime_optim.fixes import FIXES
+    from vime_optim.report import Report, Row
+
+    verdicts = ("needed", "fixed upstream", "not understood", "absent", "skipped")
+    rows = tuple(
+        Row(fix.id, fix.faults, f"{fix.id}.{verdict}", verdict, verdict == "needed", 12345)
+        for fix in FIXES
+        for verdict in verdicts
+    )
+    text = str(Report(True, "0", "megatron-core 0.16.1", rows, {}))
+    assert max(map(len, text.splitlines())) <= 80
+    for fix in FIXES:
+        assert f"│ {fix.id} " in text
+        assert all(fault in text for fault in fix.faults)
+    assert "12345" in text
+    assert "…" not in text

@@ -66,10 +66,11 @@ class Report:
 
         state = "installed" if self.installed else "not installed"
         table = Table(title=f"vime_optim {self.version}, {state}: {self.megatron}", width=80)
-        table.add_column("fix", no_wrap=True)
-        table.add_column("faults", ratio=1)
-        table.add_column("targets", no_wrap=True)
-        table.add_column("hits", justify="right", no_wrap=True)
+        longest = max(map(len, self._by_fix()), default=0)
+        table.add_column("fix", no_wrap=True, min_width=longest)
+        table.add_column("faults", ratio=1, min_width=10)
+        table.add_column("targets", ratio=1, min_width=12)
+        table.add_column("hits", justify="right", no_wrap=True, min_width=4)
         notes = []
         for rows in self._by_fix().values():
             first = rows[0]
