@@ -1,8 +1,9 @@
 """Which megatron-core works with which torch, Python and nvidia-resiliency-ext; `doctor` reads it.
 
 Facts about Megatron itself, with or without vime_optim. torch: from 0.18 on a load calls torch's
-`load(no_dist=True)`, which came with torch 2.7.0 (the sources of both releases were compared; with
-2.6.0 every load ends in a TypeError). Python: `Requires-Python` of the wheels; their code also runs
+`load(no_dist=True)`, which came with torch 2.7.0. Tried with torch 2.6.0 on Python 3.12 on
+2026-12-01: a resume with CPU offload is exact on 0.16.1 and 0.17.1, and on 0.18.2 the load ends in
+that TypeError. Python: `Requires-Python` of the wheels; their code also runs
 on older ones when it is unpacked or checked out, but for megatron.training from 0.19 on, which
 imports `typing.override`. tests/test_support.py asks the releases' own files.
 """

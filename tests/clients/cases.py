@@ -147,7 +147,7 @@ CASES = (
     Case("half-areal", HALF, callers=("areal",), spread=(OLD,)),
     Case("plain-areal", PLAIN, callers=("areal",)),
     Case("pao-te-areal", PAO, adam="te", callers=("areal",)),
-    Case("half-bridge", HALF, callers=("bridge",)),
+    Case("half-bridge", HALF, callers=("bridge",), spread=(NEW,)),
     Case("whole-bridge", WHOLE, callers=("bridge",)),
     Case(
         "half-finetune-bridge",
