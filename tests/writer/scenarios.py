@@ -421,3 +421,12 @@ def attacks(**arguments: Any) -> dict[str, Any]:
     from tests.writer import attacks as module
 
     return module.attacks(**arguments)
+
+
+def formats(root: str) -> dict[str, Any]:
+    """See tests/writer/formats.py."""
+    from tests.writer import formats as module
+
+    return {
+        name: getattr(module, name)(f"{root}/{name}") for name in ("templates", "partial", "frozen")
+    }

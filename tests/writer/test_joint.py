@@ -78,7 +78,11 @@ def test_all_raise_when_one_fails(version: str, tmp_path: Path) -> None:
     run(tree_of(version), tmp_path, _FULL)
 
 
+# Megatron's own fully parallel strategies of 0.15 need a numpy before 2.
+_OF_0_15 = [case for case in _FULL if not case.get("parallel")]
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("version", ["0.15.3", "0.17.1", "0.18.2"])
 def test_all_raise_when_one_fails_in_other_releases(version: str, tmp_path: Path) -> None:
-    run(tree_of(version), tmp_path, _FULL)
+    run(tree_of(version), tmp_path, _OF_0_15 if version == "0.15.3" else _FULL)

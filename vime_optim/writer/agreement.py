@@ -146,7 +146,7 @@ def together(operation: Operation | None) -> Iterator[None]:
             with suppress(BaseException):
                 operation.check(describe(error))
             raise
-        if error is not operation.error and isinstance(error, Exception):
+        if error is not operation.error and not isinstance(error, KeyboardInterrupt):
             raise operation.error from error  # torch wraps what passes through it
         raise
     finally:

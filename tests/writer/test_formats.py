@@ -1,0 +1,76 @@
+"""A save takes a format that can hold it; a load takes what callers give it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.writer.launch import launch, results, tree_of
+
+_OTHERS = ("0.15.3", "0.16.1", "0.17.1", "0.18.2")
+_VERSIONS = [
+    "0.19.2",
+    *(pytest.param(version, marks=pytest.mark.matrix) for version in _OTHERS),
+]
+
+
+@pytest.fixture(scope="module", params=_VERSIONS)
+def found(request: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    root = tmp_path_factory.mktemp("formats")
+    return run(tree_of(request.param), root)
+
+
+def run(tree: Path, root: Path) -> dict[str, Any]:
+    """Outcome of each scenario, by name, rank by rank."""
+    environment = {"VIME_OPTIM_TEST_ALL": "1"}
+    arguments = {"root": str(root)}
+    ranks = results(
+        launch(tree, "formats", arguments=arguments, environment=environment, timeout_s=200)
+    )
+    return dict(ranks[0])
+
+
+@pytest.mark.parametrize("name", ["default", "fully", "last", "pipeline", "pipeline-named"])
+def test_frozen_layers_are_saved_in_the_format_that_can_hold_them(found: Any, name: str) -> None:
+    for outcome in found["frozen"][name]:
+        assert outcome["type"] == outcome["second"] == "dp_reshardable"
+        assert outcome["resumed"]
+        assert outcome["went on"]
+    assert len(found["frozen"][name][0]["warned"]) == 1
+    assert "layers.weight" in found["frozen"][name][0]["warned"][0]
+
+
+def test_a_stage_without_an_optimizer_takes_part(found: Any) -> None:
+    for name in ("pipeline", "pipeline-named"):
+        assert [rank["has optimizer"] for rank in found["frozen"][name]] == [False, True]
+
+
+def test_what_the_format_can_hold_stays_in_it(found: Any) -> None:
+    for outcome in found["frozen"]["whole"]:
+        assert outcome["type"] == outcome["second"] == "fully_reshardable"
+        assert outcome["warned"] == []
+        assert outcome["resumed"]
+        assert outcome["went on"]
+
+
+def test_the_policy_is_kept(found: Any) -> None:
+    for outcome in found["frozen"]["refused"]:
+        assert "OptimizerStateError" in outcome["text"] or "WriterError" in outcome["text"]
+        assert "layers.weight" in outcome["text"] or "share a tensor" in outcome["text"]
+        assert not [name for name in outcome["files"] if name.endswith((".distcp", ".json"))]
+
+
+@pytest.mark.parametrize("offload", ["True", "False"])
+def test_templates_of_every_sort_load(found: Any, offload: str) -> None:
+    for outcome in found["templates"][offload]:
+        assert [name for name, right in outcome.items() if not right] == []
+
+
+@pytest.mark.parametrize("offload", ["True", "False"])
+def test_absent_keys_are_the_planners_decision(found: Any, offload: str) -> None:
+    for outcome in found["partial"][offload]:
+        assert outcome["not allowed"]
+        assert outcome["kept"]
+        assert "only in part" in outcome["in part"]
