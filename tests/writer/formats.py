@@ -152,7 +152,7 @@ class Job:
                 for name, slot in slots_of(member, parameter).items():
                     key = f"{param_name(member, parameter)} {name}"
                     found[key] = slot.read().cpu().clone()
-            found["step"] = torch.tensor(read_step(member.optimizer))
+            found["step"] = torch.tensor(read_step(member.optimizer) or 0)
         return found
 
 

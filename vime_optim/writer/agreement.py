@@ -92,8 +92,11 @@ def _summary(errors: Iterable[tuple[int, str]]) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """One line on an exception, with the file it concerns."""
+    """One line on an exception, with what was found and the file it concerns."""
     text = error.what if isinstance(error, VimeOptimError) else f"{type(error).__name__}: {error}"
+    got = getattr(error, "got", None) if isinstance(error, VimeOptimError) else None
+    if got is not None:
+        text = f"{text}: {got}"
     where = getattr(error, "where", None) or getattr(error, "filename", None)
     return text if not where or str(where) in text else f"{text} ({where})"
 

@@ -60,8 +60,7 @@ def check_before_load(directory: str, *, collective: bool = True) -> None:
     try:
         error = find_reason(directory, rank, share)
     except (OSError, CheckpointError) as caught:
-        got = getattr(caught, "got", None)
-        error = describe(caught) + (f": {got}" if got else "")
+        error = describe(caught)
     if collective:
         agree(error, _REFUSED, directory, kind=CheckpointError, next_step=_NEXT)
     elif error is not None:
