@@ -80,7 +80,7 @@ def _settle(bound: dict[str, Any], operation: Any) -> None:
             operation.check()
             saved = DP
     content = bound.get("content_metadata") or {}
-    if content.get(TYPE_KEY) != saved and (saved == FULLY or (saved == DP and TYPE_KEY in content)):
+    if saved is not None and content.get(TYPE_KEY) != saved:
         bound["content_metadata"] = {**content, TYPE_KEY: saved}
 
 
