@@ -42,11 +42,6 @@ def test_frozen_layers_are_saved_in_the_format_that_can_hold_them(found: Any, na
     assert "layers.weight" in found["frozen"][name][0]["warned"][0]
 
 
-def test_a_stage_without_an_optimizer_takes_part(found: Any) -> None:
-    for name in ("pipeline", "pipeline-named"):
-        assert [rank["has optimizer"] for rank in found["frozen"][name]] == [False, True]
-
-
 def test_what_the_format_can_hold_stays_in_it(found: Any) -> None:
     for outcome in found["frozen"]["whole"]:
         assert outcome["type"] == outcome["second"] == "fully_reshardable"
@@ -70,6 +65,7 @@ def test_templates_of_every_sort_load(found: Any, offload: str) -> None:
 
 @pytest.mark.parametrize("offload", ["True", "False"])
 def test_absent_keys_are_the_planners_decision(found: Any, offload: str) -> None:
+    assert sum(outcome["states"] for outcome in found["partial"][offload]) > 1
     for outcome in found["partial"][offload]:
         assert outcome["not allowed"]
         assert outcome["kept"]
