@@ -68,7 +68,7 @@ def resolve(spec: str | Path) -> Path:
 
 
 def source_trees_dir() -> Path:
-    """Where source trees lie, as megatron-lm-main: VIME_OPTIM_MEGATRON_TREES, or `.build/trees`."""
+    """VIME_OPTIM_MEGATRON_TREES, else `trees` beside the cache; holds megatron-lm-main etc."""
     named = os.environ.get("VIME_OPTIM_MEGATRON_TREES")
     return Path(named).absolute() if named else cache_dir().parent / "trees"
 
