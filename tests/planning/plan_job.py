@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,3 +126,94 @@ def loads(payload: dict[str, Any]) -> dict[str, Any]:
         equal[str(number)] = all(torch.equal(read[key], expected) for key in (MODEL, STATE))
         equal[str(number)] &= read["iteration"] == number
     return {"equal": equal}
+
+
+def integrity(payload: dict[str, Any]) -> dict[str, Any]:
+    """Megatron's check of random shards, and ours: how often they agreed, passed and refused."""
+    import random
+
+    from megatron.core.dist_checkpointing import validation
+
+    from vime_optim.planning import shards
+
+    check = validation.validate_sharding_integrity
+    answers: dict[str, Any] = {"passed": 0, "refused": 0, "proved": 0, "differ": []}
+    for seed in range(payload["cases"]):
+        ranks = _random_shards(random.Random(seed))
+        packed = shards.GlobalShards([shards.pack(rank) for rank in ranks])
+        for rank, sent in zip(ranks, packed, strict=True):
+            assert sorted(map(repr, rank)) == sorted(map(repr, sent))
+        theirs = _outcome(check, ranks)
+        ours = _outcome(shards.validate, check, packed)
+        if theirs != ours:
+            answers["differ"].append((seed, theirs, ours))
+        answers["refused" if theirs else "passed"] += 1
+        answers["proved"] += all(len(left) == len(p.rest) for left, p in _left(packed))
+    return answers
+
+
+def _left(packed: Any) -> Any:
+    return zip(packed.unproved(), packed.ranks, strict=True)
+
+
+def _outcome(function: Any, *args: Any) -> str:
+    try:
+        function(*args)
+    except Exception as error:
+        return type(error).__name__
+    return ""
+
+
+def _random_shards(random: Any) -> list[list[Any]]:
+    """Ranks' shards of two keys: whole grids most of the time, sometimes with one thing wrong."""
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    ranks: list[list[Any]] = [[] for _ in range(random.randint(1, 3))]
+    for key in "ab":
+        for shard in _random_key(random, key):
+            random.choice(ranks).append(shard)
+    for number, rank in enumerate(ranks):
+        rank.append(ShardedObject("rng", None, (len(ranks),), (number,)))
+        if random.random() < 0.1:
+            rank.append(ShardedObject("rng", None, (len(ranks),), (0,)))
+    return ranks
+
+
+def _random_key(random: Any, key: str) -> list[Any]:
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    grid = tuple(random.randint(1, 3) for _ in range(random.randint(1, 3)))
+    prepended = random.randint(0, len(grid) - 1)
+    local = (1,) * prepended + tuple(random.randint(1, 3) for _ in grid[prepended:])
+    whole = tuple(n * s for n, s in zip(grid, local, strict=True))
+    regular = random.random() < 0.8
+    held = []
+    for place in itertools.product(*map(range, grid)):
+        shard = ShardedTensor(
+            key,
+            None,
+            torch.float32,
+            local[prepended:],
+            whole,
+            tuple(p * s for p, s in zip(place, local, strict=True)),
+            grid if regular else None,
+            (0, 0, 0),
+            prepended,
+        )
+        held.append(shard)
+        held += [replace(shard, replica_id=(0, 0, 1))] * random.randint(0, 1)
+    wrong = random.choice(["", "", "", "drop", "twice", "dtype", "grid", "replica", "whole"])
+    number = random.randrange(len(held))
+    if wrong == "drop":
+        del held[number]
+    elif wrong == "twice":
+        held.append(held[number])
+    elif wrong == "dtype":
+        held[number] = replace(held[number], dtype=torch.float16)
+    elif wrong == "grid":
+        held[number] = replace(held[number], axis_fragmentations=None if regular else grid)
+    elif wrong == "replica":
+        held[number] = replace(held[number], replica_id=random.randint(0, 1))
+    elif wrong == "whole":
+        held[number] = replace(held[number], global_shape=(whole[0] + local[0], *whole[1:]))
+    return held

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from vime_optim.errors import PlanError
-from vime_optim.probe import describe_foreign_layer, missing_parameters, source_of
+from vime_optim.probe import describe_foreign_layer, missing_parameters, parameters_of, source_of
 from vime_optim.registry import (
     NEEDED,
     Diagnosis,
@@ -171,10 +171,49 @@ def _diagnose_shards(module: ModuleType, original: Any) -> Diagnosis:
     return not_understood(reason) if reason else NEEDED
 
 
+def _wrap_global_shards(original: Any, hit: Hit) -> Any:
+    def determine_global_metadata(
+        sharded_state_dict: Any, process_group: Any = None
+    ) -> tuple[list[Any], Any]:
+        from megatron.core.dist_checkpointing.dict_utils import nested_values
+
+        from vime_optim.planning import shards
+
+        hit()
+        local = [shard.without_data() for shard in nested_values(sharded_state_dict)]
+        return local, shards.gather(local, process_group)
+
+    return determine_global_metadata
+
+
+def _diagnose_global_shards(module: ModuleType, original: Any) -> Diagnosis:
+    source = source_of(original)
+    for needed in ("without_data()", "all_gather_object", "nested_values"):
+        if needed not in source:
+            return not_understood(f"{needed} is not in its source")
+    known = {"sharded_state_dict", "process_group"}
+    more = set(parameters_of(original)) - known
+    return not_understood(f"parameters {sorted(more)} are not known") if more else NEEDED
+
+
+def _wrap_integrity(original: Any, hit: Hit) -> Any:
+    def validate_sharding_integrity(global_metadata: Any, *args: Any, **kwargs: Any) -> None:
+        from vime_optim.planning import shards
+
+        if isinstance(global_metadata, shards.GlobalShards):
+            hit()
+            shards.validate(original, global_metadata, *args, **kwargs)
+        else:
+            original(global_metadata, *args, **kwargs)
+
+    return validate_sharding_integrity
+
+
 _PLANNER = "torch.distributed.checkpoint.default_planner"
 _HELPERS = "torch.distributed.checkpoint.planner_helpers"
 _UTILS = "torch.distributed.checkpoint.utils"
 _SHARDS = "torch.distributed._shard.sharding_spec._internals"
+_VALIDATION = "megatron.core.dist_checkpointing.validation"
 _STRATEGIES = "megatron.core.dist_checkpointing.strategies"
 _NVRX = "nvidia_resiliency_ext.checkpointing.async_ckpt"
 
@@ -215,6 +254,18 @@ FIXES = (
                 "MCoreSavePlanner.create_global_plan",
                 _wrap_global_plan,
                 takes("all_plans"),
+            ),
+            Target(
+                _VALIDATION,
+                "determine_global_metadata",
+                _wrap_global_shards,
+                _diagnose_global_shards,
+            ),
+            Target(
+                _VALIDATION,
+                "validate_sharding_integrity",
+                _wrap_integrity,
+                takes("global_metadata"),
             ),
             _saver(_STRATEGIES, optional=False),
             _saver(_NVRX, optional=True),

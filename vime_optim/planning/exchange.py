@@ -214,7 +214,7 @@ def plan_together(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     try:
         agree(
             None if error is None else describe(error),
-            "this save could not be planned; nothing was written",
+            "this save could not be planned; no tensor was written",
             str(getattr(writer, "checkpoint_dir", "")),
             group,
             PlanError,
