@@ -41,6 +41,7 @@ _CLASSES: dict[str, Any] = {
     "builtins.set": set,
     "torch.serialization._get_layout": torch.serialization._get_layout,
     "torch.distributed.checkpoint.filesystem._StorageInfo": dcp_filesystem._StorageInfo,
+    "torch.distributed.checkpoint.filesystem._StoragePrefix": dcp_filesystem._StoragePrefix,
     MCORE_METADATA: MCoreMetadata,
 }
 for _name in (
