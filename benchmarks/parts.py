@@ -47,7 +47,7 @@ TABLE = (
     # Copies of host views (stock alone), and to which file each item goes.
     (f"{_STRATEGIES}.filesystem_async", "FileSystemWriterAsync.prepare_write_data", "staging"),
     (f"{_STRATEGIES}.filesystem_async", "FileSystemWriterAsync.preload_tensors", "staging"),
-    ("vime_optim.writer.task", "preload", "staging"),
+    ("vime_optim.writer.buckets", "prepare_write_data", "staging"),
     (
         f"{_STRATEGIES}.filesystem_async",
         "FileSystemWriterAsync.write_preloaded_data_multithread",

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks import save_load, topology8
+from benchmarks import save_load, stall, topology8
 from docs import generate, make_matrix
 from vime_optim import __version__, cli, hooks
 from vime_optim.fixes import FIXES
@@ -88,7 +88,11 @@ def benchmark_commands() -> Iterator[tuple[str, str]]:
 def test_benchmark_command_parses(
     module: str, rest: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    known = {"benchmarks": save_load._parse, "benchmarks.topology8": topology8._parse}
+    known = {
+        "benchmarks": save_load._parse,
+        "benchmarks.topology8": topology8._parse,
+        "benchmarks.stall": stall._parse,
+    }
     if module in known:
         known[module](shlex.split(rest))
         return

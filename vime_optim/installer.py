@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from collections import Counter
 from typing import Any
@@ -103,6 +104,8 @@ def uninstall() -> None:
     with _lock:
         if _installation is None:
             return
+        if "vime_optim.async_save.callers" in sys.modules:  # else nothing was ever saved
+            sys.modules["vime_optim.async_save.callers"].finish_all()
         _installation.remove()
         _installation = None
         settings.activate(settings.Settings())

@@ -106,19 +106,20 @@ class Settings:
         "VIME_OPTIM_ASYNC",
         _choice("guard", "stage", "off"),
         "guard",
-        "how an async save stays exact: guard (the next update waits) | stage (a copy) | off",
+        "how an async save stays exact: guard (an update copies, or waits for, what it changes)"
+        " | stage (all is copied at the call) | off (Megatron's own writers)",
     )
     stage_bytes: int = _setting(
         "VIME_OPTIM_STAGE_BYTES",
         _count,
         8 << 30,
-        "host memory, in bytes, that staged async saves of one rank may use",
+        "host memory, in bytes, that copies for the async saves of one rank may use",
     )
     writer_timeout_s: float = _setting(
         "VIME_OPTIM_WRITER_TIMEOUT_S",
         _seconds,
         600.0,
-        "seconds without any sign of life from a living writer before the save is given up",
+        "seconds in which the writers of a save get nothing done before it is given up",
     )
     verbose: bool = _setting(
         "VIME_OPTIM_VERBOSE",

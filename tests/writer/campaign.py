@@ -1,20 +1,21 @@
-"""Kills and bit flips in numbers: `python -m tests.writer.campaign --megatron 0.16.1`.
+"""Failures, kills and bit flips in numbers: `python -m tests.writer.campaign --megatron 0.16.1`.
 
-Kills: a writer, a rank, or both, by SIGKILL at random moments of async and sync saves. Afterwards
-every directory is either exact, chunk by chunk, or refused by the load check. Flips: random bits
-and cuts in a checkpoint that was really saved; each has to be named with its file and range.
+Failures: of a rank's writers, by an I/O error at a random moment of an async save. Kills: of a
+rank, by SIGKILL at random moments of async and sync saves. Afterwards every directory is either
+exact, chunk by chunk, or refused by the load check. Flips: random bits and cuts in a checkpoint
+that was really saved; each has to be named with its file and range.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import random
 import signal
 import tempfile
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -24,27 +25,35 @@ import torch
 from tests.writer.launch import launch, results, tree_of
 
 
-def kill_writers(root: str, points: int, seed: int) -> list[str]:
-    """On every rank: kill a random rank's writer at a random moment, `points` times."""
+def fail_writers(root: str, points: int, seed: int) -> list[str]:
+    """On every rank: a random rank's writers fail at a random moment, `points` times."""
     from tests.writer.failures import caught
     from tests.writer.scenarios import Trainer, check, gathered, rank
+    from vime_optim.async_save import units
+    from vime_optim.writer.fastfile import DigestingFile
     from vime_optim.writer.loadcheck import find_reason
 
     draw = random.Random(seed)  # the same on every rank
+    real = DigestingFile.write_vector
+    units.UNIT_BYTES = 1 << 14
     found = []
     for point in range(points):
         trainer = Trainer(1 << 18, persistent=point % 4 == 3)
         trainer.step()
-        victim, delay_s = draw.randrange(2), draw.uniform(0, 0.06)
+        left = [draw.randrange(400)] * (rank() == draw.randrange(2))
+
+        def write_vector(self: Any, views: Any, left: list[int] = left) -> None:
+            if left:
+                left[0] -= 1
+                if left[0] < 0:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+            real(self, views)
+
+        DigestingFile.write_vector = write_vector  # type: ignore[method-assign]
         directory, expected = trainer.save(Path(root) / f"point{point}")
-        worker = trainer.worker()
-        if rank() == victim:
-            time.sleep(delay_s)
-            os.kill(worker.pid, signal.SIGKILL)
+        trainer.step()
         raised = caught(trainer.finalize)
         kinds = set(gathered(raised["type"]))
-        if rank() == 0:
-            print(point, kinds, f"{raised['seconds']:.2f} s", flush=True)
         torch.distributed.barrier()
         reason = find_reason(str(directory))
         if kinds == {None} and reason is None:
@@ -53,6 +62,7 @@ def kill_writers(root: str, points: int, seed: int) -> list[str]:
             found.append("raised on every rank, load refused")
         else:
             found.append(f"BAD: {kinds}, load: {reason}, {raised['seconds']:.1f} s")
+    DigestingFile.write_vector = real  # type: ignore[method-assign]
     return found
 
 
@@ -155,16 +165,16 @@ def _named(directory: Path, path: Path, position: int, verify: Any) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megatron", default="0.16.1")
-    parser.add_argument("--writer-kills", type=int, default=20)
+    parser.add_argument("--writer-failures", type=int, default=20)
     parser.add_argument("--rank-kills", type=int, default=10)
     parser.add_argument("--flips", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
     tree = tree_of(given.megatron)
     with tempfile.TemporaryDirectory() as root:
-        arguments = {"root": root, "points": given.writer_kills, "seed": given.seed}
-        kills = results(launch(tree, "kill_writers", arguments=arguments, timeout_s=300))[0]
-    print("writers killed:", json.dumps(Counter(kills)), flush=True)
+        arguments = {"root": root, "points": given.writer_failures, "seed": given.seed}
+        failed = results(launch(tree, "fail_writers", arguments=arguments, timeout_s=300))[0]
+    print("writers that failed:", json.dumps(Counter(failed)), flush=True)
     print("flips:", json.dumps(flip_bits(tree, given.flips, given.seed), indent=1), flush=True)
     print("ranks killed:", json.dumps(kill_ranks(tree, given.rank_kills, given.seed)), flush=True)
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import fcntl
 import gc
 import os
 import shutil
 import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ import torch
 
 from tests.writer import faults
 from tests.writer.readback import same_bits, snapshot
-from tests.writer.scenarios import TRACKER, Trainer, check, rank, torch_optimizers
+from tests.writer.scenarios import TRACKER, Trainer, check, held, rank, torch_optimizers
 
 
 def caught(action: Callable[[], Any]) -> dict[str, Any]:
@@ -77,6 +80,29 @@ def block_writer_of_rank_1(root: Path, trainer: Trainer) -> Path:
     return directory / ".fault___1_0.distcp"
 
 
+@contextmanager
+def writers(on_rank_1: Callable[[], object]) -> Iterator[None]:
+    """Within it, the writers of rank 1 call a function before they write anything."""
+    from vime_optim.writer.fastfile import DigestingFile
+
+    real = DigestingFile.write_vector
+
+    def write_vector(self: Any, views: Any) -> None:
+        on_rank_1()
+        real(self, views)
+
+    if rank() == 1:
+        DigestingFile.write_vector = write_vector  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        DigestingFile.write_vector = real  # type: ignore[method-assign]
+
+
+def _no_space() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def _then_a_good_save(trainer: Trainer, root: Path) -> list[str]:
     trainer.step()
     directory, expected = trainer.save(root)
@@ -84,37 +110,98 @@ def _then_a_good_save(trainer: Trainer, root: Path) -> list[str]:
     return check(directory, expected)
 
 
-def killed_writer(root: Path, persistent: bool) -> dict[str, Any]:
-    """kill -9 of the writer of rank 1 in the middle of a save."""
+def failed_writer(root: Path, persistent: bool) -> dict[str, Any]:
+    """A writer of rank 1 fails in the middle of an async save."""
     trainer = Trainer(persistent=persistent)
     trainer.step()
-    block_writer_of_rank_1(root, trainer)
-    directory, _ = trainer.save(root)
-    worker = trainer.worker()
-    raised = caught(lambda: _kill_and_finalize(trainer, worker))
+    with writers(_no_space):
+        directory, _ = trainer.save(root)
+        raised = caught(trainer.finalize)
     finished = _finished(root)
     refused = load_outcome(trainer, directory)
     good = _then_a_good_save(trainer, root / "next")
     return {"raised": raised, "finished": finished, "load": refused, "good": good}
 
 
-def _kill_and_finalize(trainer: Trainer, worker: Any) -> None:
-    if rank() == 1:
-        os.kill(worker.pid, signal.SIGKILL)
-    trainer.finalize()
+def killed_process(root: Path, persistent: bool) -> dict[str, Any]:
+    """kill -9 of Megatron's process of rank 1, with a writer that is not ours."""
+    from vime_optim import settings
 
-
-def killed_before_close(root: Path, persistent: bool) -> dict[str, Any]:
-    """A worker that dies while idle must not hang the end of the job."""
     trainer = Trainer(persistent=persistent)
     trainer.step()
-    bad = _then_a_good_save(trainer, root)
-    caller = trainer.queue._get_async_caller()
-    process = getattr(caller, "process", None)
-    if process is not None:
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
-    return {"good": bad, "closed": caught(trainer.close)}
+    usual = settings.current()
+    settings.activate(dataclasses.replace(usual, async_mode="off"))
+    _then_a_good_save(trainer, root / "before")  # a worker that is started already
+    pipe = root / f"iter_{trainer.iteration:07d}" / "__1_0.distcp"
+    if rank() == 0:  # its writer stays in open()
+        pipe.parent.mkdir(parents=True)
+        os.mkfifo(pipe)
+    torch.distributed.barrier()
+    trainer.save(root)
+    if rank() == 1:
+        os.kill(trainer.worker().pid, signal.SIGKILL)
+    raised = caught(trainer.finalize)
+    finished = _finished(root)
+    trainer.step()
+    good = _then_a_good_save(trainer, root / "next")
+    settings.activate(usual)
+    return {"raised": raised, "finished": finished, "good": good}
+
+
+def exit_in_flight(root: Path, persistent: bool) -> dict[str, Any]:
+    """close(abort=True) with saves in flight: nothing looks complete, nothing is written later."""
+    from vime_optim.async_save import guard
+
+    gate = threading.Event()
+    trainer = Trainer(persistent=persistent)
+    trainer.step()
+    with writers(lambda: gate.wait(0.5)):
+        trainer.save(root)
+        trainer.step()
+        trainer.save(root)
+        unfinished = trainer.queue.get_num_unfinalized_calls()
+        trainer.queue.close(abort=True)
+    left = len(guard.in_flight())
+    trainer.queue.async_calls.clear()
+    good = _then_a_good_save(trainer, root / "next")
+    return {"unfinished": unfinished, "left": left, "finished": _finished(root), "good": good}
+
+
+def several_in_flight(root: Path, persistent: bool) -> dict[str, Any]:
+    """Three saves, one after each step, while nothing is written; finalized in order."""
+    from vime_optim.async_save import units
+
+    usual, units.UNIT_BYTES = units.UNIT_BYTES, 1 << 16
+    trainer = Trainer(1 << 16, persistent=persistent)
+    trainer.step()
+    saves = []
+    try:
+        with held(0.5):
+            for _ in range(3):
+                saves.append(trainer.save(root))
+                trainer.step()
+            early = trainer.finalize(blocking=False)
+        order = trainer.finalize()
+    finally:
+        units.UNIT_BYTES = usual
+    return {"torn": [check(*save) for save in saves], "order": [*early, *order]}
+
+
+def uninstalled(root: Path, persistent: bool) -> dict[str, Any]:
+    """What uninstall() does first with a save in flight, then Megatron's own code finalizes it."""
+    from tests.writer import scenarios
+    from vime_optim.async_save import callers
+
+    trainer = Trainer(persistent=persistent)
+    trainer.step()
+    with held(0.5):
+        directory, expected = trainer.save(root)
+        callers.finish_all()
+        scenarios.uninstall_writer_fixes()
+        raised = caught(trainer.finalize)
+    torn = check(directory, expected)
+    scenarios.install_writer_fixes()
+    return {"raised": raised, "torn": torn}
 
 
 def full_disk(root: Path, persistent: bool) -> dict[str, Any]:
@@ -263,20 +350,20 @@ def file_removed(root: Path, persistent: bool) -> dict[str, Any]:
 
 
 def stuck_writer(root: Path, persistent: bool) -> dict[str, Any]:
-    """The writer of rank 1 lives but does not get on."""
+    """The writers of rank 1 do not get on."""
     from vime_optim import settings
 
     trainer = Trainer(persistent=persistent)
     trainer.step()
-    if persistent:
-        _then_a_good_save(trainer, root / "before")  # the start of the worker is not in the limit
     usual = settings.current()
     settings.activate(dataclasses.replace(usual, writer_timeout_s=1.5))
-    block_writer_of_rank_1(root, trainer)
-    trainer.save(root)
-    raised = caught(trainer.finalize)
+    gate = threading.Event()
+    with writers(gate.wait):
+        trainer.save(root)
+        raised = caught(trainer.finalize)
     settings.activate(usual)
     finished = _finished(root)
+    gate.set()
     good = _then_a_good_save(trainer, root / "next")
     return {"raised": raised, "finished": finished, "good": good}
 
@@ -288,41 +375,23 @@ def overwritten(root: Path, persistent: bool) -> dict[str, Any]:
     directory, _ = trainer.save(root)
     trainer.finalize()
     whole = load_outcome(trainer, directory)
-    block_writer_of_rank_1(root, trainer)
-    again, _ = trainer.save(root)
-    worker = trainer.worker()
-    raised = caught(lambda: _kill_and_finalize(trainer, worker))
+    with writers(_no_space):
+        again, _ = trainer.save(root)
+        raised = caught(trainer.finalize)
     refused = load_outcome(trainer, again)
     return {"whole": whole, "raised": raised, "load": refused}
-
-
-def no_shared_memory(root: Path, persistent: bool) -> dict[str, Any]:
-    """A /dev/shm too small for the state: written in the training process, exactly."""
-    from vime_optim import installer
-    from vime_optim.writer import dispatch
-
-    trainer = Trainer(persistent=persistent)
-    trainer.step()
-    usual = dispatch._free_shared_memory_bytes
-    dispatch._free_shared_memory_bytes = lambda: 0
-    try:
-        good = _then_a_good_save(trainer, root)
-    finally:
-        dispatch._free_shared_memory_bytes = usual
-    return {"good": good, "inline": installer.counters["saves written in the training process"]}
 
 
 def unguarded_update(root: Path, persistent: bool) -> dict[str, Any]:
     """Code that knows nothing of the guard changes a tensor that is being written."""
     trainer = Trainer(persistent=persistent)
     trainer.step()
-    mark = block_writer_of_rank_1(root, trainer)
-    trainer.save(root)
-    if rank() == 1:
-        [state, *_] = torch_optimizers(trainer.optimizer)[0].state.values()
-        state["exp_avg"].add_(1)
-        mark.unlink()
-    raised = caught(trainer.finalize)
+    with held(0.5):
+        trainer.save(root)
+        if rank() == 1:
+            for state in torch_optimizers(trainer.optimizer)[0].state.values():
+                state["exp_avg"].add_(1)
+        raised = caught(trainer.finalize)
     finished = _finished(root)
     return {"raised": raised, "finished": finished}
 
@@ -393,18 +462,3 @@ def flat(root: Path, persistent: bool, rounds: int = 6) -> dict[str, Any]:
                 }
             )
     return {"held": held}
-
-
-def no_psutil(root: Path, persistent: bool) -> dict[str, Any]:
-    """psutil is not a declared dependency of megatron-core."""
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    usual = filesystem_async.HAVE_PSUTIL
-    filesystem_async.HAVE_PSUTIL = False
-    trainer = Trainer(persistent=persistent)
-    trainer.step()
-    try:
-        good = _then_a_good_save(trainer, root)
-    finally:
-        filesystem_async.HAVE_PSUTIL = usual
-    return {"good": good}

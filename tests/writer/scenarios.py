@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import multiprocessing
 import os
 import signal
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,12 @@ def install_writer_fixes() -> Any:
         _installation = Installation(writer.FIXES, (), strict=True)
         _installation.apply()
     return _installation
+
+
+def uninstall_writer_fixes() -> None:
+    global _installation
+    _installation.remove()
+    _installation = None
 
 
 class Trainer:
@@ -162,10 +169,9 @@ class Trainer:
 
     def worker(self) -> Any:
         """The process that writes the last save."""
-        from vime_optim.writer import watch
+        from vime_optim.async_save import foreign
 
-        caller = self.queue.async_calls[-1].async_caller
-        return watch.process_of(caller)
+        return foreign.process_of(self.queue.async_calls[-1].async_caller)
 
     def close(self) -> None:
         self.queue.close()
@@ -235,8 +241,30 @@ def check(directory: Path, expected: dict[str, Any]) -> list[str]:
 
 
 @contextmanager
+def held(seconds: float) -> Any:
+    """Hold all writers for `seconds`, so that what comes next overlaps the write for certain."""
+    from vime_optim.writer.fastfile import DigestingFile
+
+    gate = threading.Event()
+    real = DigestingFile.write_vector
+
+    def write_vector(self: Any, views: Any) -> None:
+        gate.wait()
+        real(self, views)
+
+    DigestingFile.write_vector = write_vector  # type: ignore[method-assign]
+    timer = threading.Timer(seconds, gate.set)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
+        DigestingFile.write_vector = real  # type: ignore[method-assign]
+
+
+@contextmanager
 def stopped(process: Any, seconds: float) -> Any:
-    """Stop a writer for `seconds`, so that whatever comes next overlaps the write for certain."""
+    """Stop a writer process for `seconds`."""
     os.kill(process.pid, signal.SIGSTOP)
     timer = threading.Timer(seconds, os.kill, (process.pid, signal.SIGCONT))
     timer.start()
@@ -269,6 +297,7 @@ def _sync_case(root: Path, install: bool, mode: str) -> dict[str, Any]:
     from vime_optim.writer.window import HostWindow
 
     trainer = Trainer(1 << 18, hybrid=False)
+    _use("guard", 1 << 30, 32 << 20)
     trainer.step()
     staged: list[int] = []
     pieces: list[int] = []
@@ -305,6 +334,7 @@ def _exact_case(
     rounds: int = 2,
     stop_s: float = 0.6,
     stage_bytes: int = 1 << 30,
+    unit_bytes: int = 32 << 20,
     sharding: str = "dp_reshardable",
     shared: bool = False,
     start_method: str | None = None,
@@ -313,31 +343,31 @@ def _exact_case(
     trainer = Trainer(
         numel, persistent=persistent, strategy=strategy, install=install, sharding=sharding
     )
-    before = _use(mode, stage_bytes) if install else {}
+    before = _use(mode, stage_bytes, unit_bytes) if install else {}
     if start_method is not None:
         _start_worker_early(trainer, start_method)
     trainer.step()
     torn: list[list[str]] = []
     steps_s = []
-    held_bytes = []
+    children: list[int] = []
     for _ in range(rounds):
         if shared:
             _move_storages(trainer, lambda value: value.clone().share_memory_())
-        directory, expected = trainer.save(root)
-        worker = trainer.worker()
-        with stopped(worker, stop_s):
-            steps_s.append(trainer.step())
-            trainer.step()
+        ours = install and mode != "off"
+        with held(stop_s) if ours else nullcontext():
+            directory, expected = trainer.save(root)
+            with nullcontext() if ours else stopped(trainer.worker(), stop_s):
+                steps_s.append(trainer.step())
+                trainer.step()
+        children.append(len(multiprocessing.active_children()))
         trainer.finalize()
         torn.append(check(directory, expected))
-        held_bytes.append(shared_bytes_mapped_by(worker) if persistent else 0)
         _move_storages(trainer, torch.Tensor.clone)
         trainer.step()
-    outcome: dict[str, Any] = {"torn": torn, "steps_s": steps_s, "held_bytes": held_bytes}
+    outcome: dict[str, Any] = {"torn": torn, "steps_s": steps_s, "children": children}
     if install:
-        outcome["waits"] = _counters().get("async save waits", 0) - before.get(
-            "async save waits", 0
-        )
+        for name in ("async save waits", "async save bytes copied"):
+            outcome[name] = _counters().get(name, 0) - before.get(name, 0)
         outcome["manifest"] = (directory / "vime_optim_manifest.json").is_file()
     return outcome
 
@@ -348,9 +378,12 @@ def _start_worker_early(trainer: Trainer, method: str) -> None:
     type(trainer.queue).warmup_persistent_caller(rank(), mp_mode=method)
 
 
-def _use(mode: str, stage_bytes: int) -> dict[str, int]:
+def _use(mode: str, stage_bytes: int, unit_bytes: int) -> dict[str, int]:
     from vime_optim import settings
+    from vime_optim.async_save import stage, units
 
+    stage.pool.release()
+    units.UNIT_BYTES = unit_bytes
     values = dataclasses.replace(settings.current(), async_mode=mode, stage_bytes=stage_bytes)
     settings.activate(values)
     return _counters()
@@ -360,16 +393,6 @@ def _counters() -> dict[str, int]:
     from vime_optim import installer
 
     return dict(installer.counters)
-
-
-def shared_bytes_mapped_by(process: Any) -> int:
-    """Shared memory of torch that a worker still maps."""
-    total = 0
-    for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
-        if "/dev/shm/torch_" in line or "/torch_" in line:
-            start, end = line.split()[0].split("-")
-            total += int(end, 16) - int(start, 16)
-    return total
 
 
 def _move_storages(trainer: Trainer, move: Any) -> None:
@@ -396,11 +419,11 @@ def failures(root: str, names: list[str]) -> dict[str, Any]:
     return module.failures(root, names)
 
 
-def kill_writers(**arguments: Any) -> list[str]:
+def fail_writers(**arguments: Any) -> list[str]:
     """See tests/writer/campaign.py."""
     from tests.writer import campaign
 
-    return campaign.kill_writers(**arguments)
+    return campaign.fail_writers(**arguments)
 
 
 def kill_rank(**arguments: Any) -> None:
@@ -430,3 +453,10 @@ def formats(root: str) -> dict[str, Any]:
     return {
         name: getattr(module, name)(f"{root}/{name}") for name in ("templates", "partial", "frozen")
     }
+
+
+def overlap(**arguments: Any) -> dict[str, Any]:
+    """See tests/writer/overlap.py."""
+    from tests.writer import overlap as module
+
+    return module.overlap(**arguments)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import errno
-import functools
 import io
 import os
+import queue
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from vime_optim.async_save import units
+from vime_optim.async_save.order import UpdateOrder
 from vime_optim.writer import archive, fastfile, task
-from vime_optim.writer.channel import ResultChannel
 from vime_optim.writer.window import HostWindow
 
 DTYPES = [
@@ -268,25 +268,43 @@ def test_small_tensors_share_a_window(
 
 
 def test_a_request_that_is_executed_again_writes_everything_again(tmp_path: Path) -> None:
-    """Not an empty checkpoint: what is written in the training process is not a staged copy."""
     index = SimpleNamespace(index=MetadataIndex("weight"))
     path = tmp_path / "x.distcp"
     buckets = [(str(path), path.name, ([], [(index, torch.rand(5))]))]
-    stage = functools.partial(list, buckets)
     for _ in range(2):
-        channel = ResultChannel()
-        with task.written_here():
-            task.run(os.getpid(), 0, task.preload(os.getpid(), stage), channel)
-        assert [len(results) for results in channel.get().values()] == [1]
+        outcome: queue.Queue[Any] = queue.Queue()
+        task.run(0, buckets, outcome)
+        assert [len(results) for results in outcome.get().values()] == [1]
         path.unlink()
 
 
-def test_another_threads_save_is_staged(tmp_path: Path) -> None:
-    """An async save may be scheduled by one thread while another one writes itself."""
-    buckets: list[Any] = [("path", "name", ([], []))]
-    stage = functools.partial(list, buckets)
-    with task.written_here(), ThreadPoolExecutor(1) as pool:
-        assert task.preload(os.getpid(), stage) is buckets
-        other = pool.submit(task.preload, os.getpid(), stage).result()
-    assert other == buckets
-    assert other is not buckets
+def test_an_async_save_has_the_bytes_of_a_sync_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether its units are written from where they lie, or from copies, or both."""
+    monkeypatch.setattr(units, "UNIT_BYTES", 4096)
+    data: list[Any] = [
+        io.BytesIO(b"common" * 500),
+        torch.rand(3000),
+        torch.rand(40, 30).t(),
+        torch.tensor(2.5),
+        torch.rand(0, 4),
+        torch.rand(100, dtype=torch.float64)[7:91],
+        torch.rand(5, dtype=torch.complex64).conj(),
+        torch.rand(9).to(torch.bfloat16),
+    ]
+    pairs = [(SimpleNamespace(index=MetadataIndex(f"k{n}")), d) for n, d in enumerate(data)]
+    extents, _ = fastfile.write_file(tmp_path / "sync", "sync", data)
+    wanted = (tmp_path / "sync").read_bytes()[: -fastfile.TRAILER_BYTES]
+    plan = units.plan_file((tmp_path / "x", "x", (pairs[:1], pairs[1:])), UpdateOrder())
+    assert plan.extents == extents
+    assert len(plan.units) > 4
+    with fastfile.DigestingFile(tmp_path / "async", beside=False) as file:
+        for number, unit in enumerate(plan.units):
+            assert 0 < unit.nbytes <= 4096
+            room = torch.empty(4096, dtype=torch.uint8)
+            copied = number % 2 or not unit.direct
+            file.write_vector([unit.fill(room)] if copied else unit.views())
+        record = file.finish("async")
+    assert (tmp_path / "async").read_bytes()[: -fastfile.TRAILER_BYTES] == wanted
+    assert fastfile.digest_file(tmp_path / "async").chunk_digests == record.chunk_digests

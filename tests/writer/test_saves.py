@@ -12,12 +12,18 @@ import pytest
 
 from tests.writer.launch import launch, results, tree_of
 
+SMALL_UNITS = {"mode": "guard", "unit_bytes": 1 << 17}
+WAITING = {"mode": "guard", "unit_bytes": 1 << 17, "stage_bytes": 0}
+STAGED = {"mode": "stage"}
+OFF = {"mode": "off", "persistent": False}
+SYNC = {"mode": "sync"}
 EXACT_CASES: list[dict[str, Any]] = [
-    {"mode": "guard"},
-    {"mode": "stage"},
+    SMALL_UNITS,
+    WAITING,
     {"mode": "guard", "persistent": False, "shared": True},
-    {"mode": "off", "persistent": False},
-    {"mode": "sync"},
+    STAGED,
+    OFF,
+    SYNC,
 ]
 
 
@@ -32,7 +38,7 @@ def exact_0_16_1(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str
 def exact_0_19_2(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
     root = tmp_path_factory.mktemp("exact")
     early = [{"start_method": method} for method in ("forkserver", "fork")]
-    cases = [{"mode": "guard"}, {"mode": "stage"}, *early, {"mode": "sync"}]
+    cases = [SMALL_UNITS, STAGED, *early, SYNC]
     arguments = {"root": str(root), "cases": cases}
     return results(launch(tree_of("0.19.2"), "exact", world=3, arguments=arguments))
 
@@ -41,7 +47,8 @@ def test_saves_of_0_16_1_are_exact(exact_0_16_1: Any) -> None:
     for ranks in exact_0_16_1:
         for outcome in ranks:
             assert not any(outcome["torn"]), outcome["case"]
-            assert outcome["manifest"], outcome["case"]
+            # VIME_OPTIM_ASYNC=off leaves the files to Megatron.
+            assert outcome["manifest"] == (outcome["case"] != OFF), outcome["case"]
 
 
 def test_saves_of_0_19_2_on_three_ranks_are_exact(exact_0_19_2: Any) -> None:
@@ -51,30 +58,35 @@ def test_saves_of_0_19_2_on_three_ranks_are_exact(exact_0_19_2: Any) -> None:
             assert outcome["manifest"], outcome["case"]
 
 
-def test_the_guard_waits_and_says_so(exact_0_16_1: Any) -> None:
-    # The writer was stopped for 0.6 s right after it was handed the save, on every rank.
-    for ranks in exact_0_16_1:
-        guard, stage, shared, forked, _ = ranks
-        assert guard["waits"] >= 1
-        assert shared["waits"] >= 1
-        assert stage["waits"] == 0
-        assert forked["waits"] == 0
-
-
-def test_staged_and_forked_saves_do_not_hold_up_the_step(exact_0_16_1: Any) -> None:
-    for ranks in exact_0_16_1:
-        guard, stage, _, forked, _ = ranks
-        assert max(guard["steps_s"]) > 0.4
-        assert min(stage["steps_s"]) < 0.4
-        assert min(forked["steps_s"]) < 0.4
-
-
-def test_a_worker_keeps_no_memory_after_the_save(exact_0_16_1: Any, exact_0_19_2: Any) -> None:
+def test_an_update_copies_what_is_not_written_yet(exact_0_16_1: Any, exact_0_19_2: Any) -> None:
+    """The writers were held until two steps were over: all but what they had begun with."""
     for ranks in (*exact_0_16_1, *exact_0_19_2):
+        small = next(outcome for outcome in ranks if outcome["case"] == SMALL_UNITS)
+        assert small["async save bytes copied"] > 1 << 20
+
+
+def test_without_room_an_update_waits(exact_0_16_1: Any) -> None:
+    for ranks in exact_0_16_1:
+        waiting = ranks[1]
+        assert waiting["case"] == WAITING
+        assert waiting["async save waits"] >= 1
+
+
+def test_staged_saves_do_not_hold_up_the_step(exact_0_16_1: Any, exact_0_19_2: Any) -> None:
+    for ranks in (*exact_0_16_1, *exact_0_19_2):
+        staged = next(outcome for outcome in ranks if outcome["case"] == STAGED)
+        assert staged["async save waits"] == 0
+
+
+def test_a_save_starts_no_process(exact_0_16_1: Any, exact_0_19_2: Any) -> None:
+    """A worker that was started early stays as it is."""
+    for ranks in (*exact_0_16_1, *exact_0_19_2):
+        early = 0
         for outcome in ranks:
-            if outcome["case"].get("start_method") == "fork":
-                continue  # it has what was mapped when it was forked
-            assert outcome.get("held_bytes") in ([0, 0], None), outcome["case"]
+            if outcome["case"] in (OFF, SYNC):
+                continue
+            early += "start_method" in outcome["case"]
+            assert max(outcome["children"]) <= early, outcome["case"]
 
 
 def test_a_sync_save_stages_nothing(exact_0_16_1: Any, exact_0_19_2: Any) -> None:
@@ -84,6 +96,15 @@ def test_a_sync_save_stages_nothing(exact_0_16_1: Any, exact_0_19_2: Any) -> Non
         assert sync["case"] == {"mode": "sync"}
         assert sync["staged"] == 0
         assert sum(sync["pieces"]) > 1 << 20
+
+
+def test_saves_under_overlap_are_exact(tmp_path: Path) -> None:
+    """A small version of tests/writer/overlap.py, which runs 1,000."""
+    values = {"root": str(tmp_path), "saves": 20, "seed": 7}
+    for outcome in results(launch(tree_of("0.18.2"), "overlap", arguments=values)):
+        assert outcome["wrong"] == []
+        assert outcome["done"] == 20
+        assert outcome["counters"]["async save bytes copied"] > 0
 
 
 @pytest.mark.matrix
@@ -103,15 +124,17 @@ def test_stock_saves_are_torn(tmp_path: Path) -> None:
 
 
 PERSISTENT = [
-    "killed_writer:persistent",
+    "failed_writer:persistent",
     "full_disk:persistent",
     "unguarded_update:persistent",
-    "no_shared_memory:persistent",
     "two_jobs:persistent",
-    "killed_before_close:persistent",  # the last, since all share one queue
+    "several_in_flight:persistent",
+    "exit_in_flight:persistent",
+    "uninstalled:persistent",
+    "killed_process:persistent",
 ]
 FORKED = [
-    "killed_writer:forked",
+    "failed_writer:forked",
     "full_disk:forked",
     "full_disk_sync:forked",
     "full_disk_for_metadata:forked",
@@ -125,7 +148,10 @@ FORKED = [
     "file_removed:forked",
     "common_removed:forked",
     "flat:forked",
-    "no_psutil:forked",
+    "several_in_flight:forked",
+    "exit_in_flight:forked",
+    "uninstalled:forked",
+    "killed_process:forked",
 ]
 
 
@@ -163,12 +189,44 @@ def refused_everywhere(ranks: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["persistent", "forked"])
-def test_a_killed_writer_raises_on_every_rank(failed: Any, kind: str) -> None:
-    ranks = failed[f"killed_writer:{kind}"]
-    raised_everywhere(ranks, "rank 1:", "SIGKILL")
+def test_a_failed_writer_raises_on_every_rank(failed: Any, kind: str) -> None:
+    ranks = failed[f"failed_writer:{kind}"]
+    raised_everywhere(ranks, "rank 1:", "No space left on device", "__1_")
     nothing_points_to_it(ranks)
     refused_everywhere(ranks)
     assert [outcome["good"] for outcome in ranks] == [[], []]
+
+
+@pytest.mark.parametrize("kind", ["persistent", "forked"])
+def test_a_killed_process_of_another_writer_raises_on_every_rank(failed: Any, kind: str) -> None:
+    ranks = failed[f"killed_process:{kind}"]
+    raised_everywhere(ranks, "rank 1:")
+    nothing_points_to_it(ranks)
+    assert [outcome["good"] for outcome in ranks] == [[], []]
+
+
+@pytest.mark.parametrize("kind", ["persistent", "forked"])
+def test_several_saves_in_flight_are_exact(failed: Any, kind: str) -> None:
+    for outcome in failed[f"several_in_flight:{kind}"]:
+        assert outcome["torn"] == [[], [], []]
+        assert outcome["order"] == sorted(outcome["order"])
+        assert len(outcome["order"]) == 3
+
+
+@pytest.mark.parametrize("kind", ["persistent", "forked"])
+def test_an_aborted_save_leaves_nothing_that_looks_complete(failed: Any, kind: str) -> None:
+    for outcome in failed[f"exit_in_flight:{kind}"]:
+        assert outcome["unfinished"] == 2
+        assert outcome["left"] == 0
+        assert all(name.startswith("next/") for name in outcome["finished"])
+        assert outcome["good"] == []
+
+
+@pytest.mark.parametrize("kind", ["persistent", "forked"])
+def test_uninstall_finishes_a_save(failed: Any, kind: str) -> None:
+    for outcome in failed[f"uninstalled:{kind}"]:
+        assert outcome["raised"]["type"] is None
+        assert outcome["torn"] == []
 
 
 @pytest.mark.parametrize(
@@ -214,20 +272,8 @@ def test_an_update_past_the_guard_is_found_out(failed: Any) -> None:
 def test_an_overwritten_checkpoint_is_whole_or_refused(failed: Any) -> None:
     ranks = failed["overwritten:forked"]
     assert [outcome["whole"]["type"] for outcome in ranks] == [None, None]
-    raised_everywhere(ranks, "SIGKILL")
+    raised_everywhere(ranks, "No space left on device")
     refused_everywhere(ranks)
-
-
-def test_a_worker_that_died_idle_does_not_hang_the_end(failed: Any) -> None:
-    for outcome in failed["killed_before_close:persistent"]:
-        assert outcome["good"] == []
-        assert outcome["closed"]["type"] is None
-        assert outcome["closed"]["seconds"] < 10
-
-
-def test_without_shared_memory_the_trainer_writes(failed: Any) -> None:
-    for outcome in failed["no_shared_memory:persistent"]:
-        assert outcome == {"good": [], "inline": 1}
 
 
 def test_two_jobs_cannot_save_to_one_directory(failed: Any) -> None:
@@ -283,7 +329,3 @@ def test_damage_is_refused_before_a_load_changes_anything(failed: Any) -> None:
             assert outcome["file"] in outcome[name]["text"]
         assert "bytes [0, " in outcome["flipped"]["text"]
         assert "optimizer" in outcome["flipped"]["text"]
-
-
-def test_psutil_is_not_needed(failed: Any) -> None:
-    assert [outcome["good"] for outcome in failed["no_psutil:forked"]] == [[], []]

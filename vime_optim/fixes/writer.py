@@ -2,15 +2,15 @@
 
 Symptom: an async save with a persistent worker holds values of later steps (F19) or, once storages
 moved, old ones (F13); a writer that dies leaves the job waiting for ever (F14); a directory that is
-half one save and half another loads.
-Cause: host tensors are handed over by reference; waits look at queues, not at processes; a failure
-on one rank is raised there alone; an overwritten directory keeps the old `metadata.json`.
-Changes: the async callers of megatron-core and nvidia-resiliency-ext register what a worker reads
-and watch it (writer/guard, stage, watch, dispatch); files are written by our writer, which never
-raises in the worker and digests on the way (writer/task, fastfile); `save` and `load` agree across
-ranks (writer/commit, loadcheck).
-Leaves alone: planning, `.metadata`, multi-storage-client paths, writers with stream
-extensions, local checkpoints.
+half one save and half another loads. An async save costs the training more than a sync one.
+Cause: host tensors are handed to another process by reference, or copied for it; waits look at
+queues, not at processes; a failure on one rank is raised there alone; an overwritten directory
+keeps the old `metadata.json`.
+Changes: async saves are written by threads of this process, from the live memory (async_save/);
+what changes that memory asks first. Files are written by our writer, which digests on the way
+(writer/task, fastfile); `save` and `load` agree across ranks (writer/commit, loadcheck).
+Leaves alone: planning, `.metadata`, multi-storage-client paths, writers with stream extensions and
+local checkpoints; those keep their processes, under the guard.
 Remove when: upstream hands persistent workers copies, watches its workers, and refuses directories
 that are not whole.
 """
@@ -18,13 +18,26 @@ that are not whole.
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from types import ModuleType
 from typing import Any
 
-from vime_optim.probe import missing_parameters, source_of
-from vime_optim.registry import NEEDED, Diagnosis, Fix, Hit, Target, Wrap, not_understood
+from vime_optim.probe import (
+    describe_foreign_layer,
+    missing_parameters,
+    parameters_of,
+    source_of,
+)
+from vime_optim.registry import (
+    NEEDED,
+    Diagnosis,
+    Fix,
+    Hit,
+    Target,
+    Wrap,
+    fixed_upstream,
+    not_understood,
+)
 from vime_optim.writer.entrypoints import commit_targets
 
 _STRATEGIES = "megatron.core.dist_checkpointing.strategies"
@@ -33,38 +46,52 @@ _OPTIMIZER = "megatron.core.optimizer.optimizer"
 _DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer"
 
 
-# Callers: guard, stage and watch.
+# Callers.
 
 
-def _wrap_schedule(kind: str) -> Wrap:
-    def wrap(original: Any, hit: Hit) -> Any:
-        def schedule_async_call(self: Any, async_req: Any) -> None:
-            from vime_optim.writer import dispatch
+def _wrap_schedule(original: Any, hit: Hit) -> Any:
+    def schedule_async_call(self: Any, async_req: Any) -> None:
+        from vime_optim.async_save import callers
 
-            hit()
-            getattr(dispatch, f"schedule_{kind}")(original, self, async_req)
+        hit()
+        callers.schedule(original, self, async_req)
 
-        return schedule_async_call
-
-    return wrap
+    return schedule_async_call
 
 
 def _wrap_is_done(original: Any, hit: Hit) -> Any:
     def is_current_async_call_done(
         self: Any, blocking: bool = False, no_dist: bool = False
     ) -> bool:
-        from vime_optim.writer import dispatch
+        from vime_optim.async_save import callers
 
-        return dispatch.is_done(original, self, blocking, no_dist)
+        return callers.is_done(original, self, blocking, no_dist)
 
     return is_current_async_call_done
 
 
 def _wrap_close(original: Any, hit: Hit) -> Any:
-    def close(self: Any, abort: bool = False) -> None:
-        from vime_optim.writer import dispatch
+    takes_abort = "abort" in parameters_of(original)
 
-        dispatch.close_persistent(original, self, abort)
+    def close(self: Any, abort: bool = False) -> None:
+        from vime_optim.async_save import callers
+
+        def stock(caller: Any, abort: bool) -> None:
+            original(caller, abort) if takes_abort else original(caller)
+
+        callers.close(stock, self, abort)
+
+    return close
+
+
+def _wrap_queue_close(original: Any, hit: Hit) -> Any:
+    @functools.wraps(original)
+    def close(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from vime_optim.async_save import callers
+
+        if kwargs.get("abort", args[0] if args else False):
+            callers.abort_calls(self)
+        return original(self, *args, **kwargs)
 
     return close
 
@@ -72,34 +99,47 @@ def _wrap_close(original: Any, hit: Hit) -> Any:
 def _wrap_del(original: Any, hit: Hit) -> Any:
     def __del__(self: Any) -> None:
         if sys.is_finalizing():
-            return  # the worker notices that its trainer is gone
-        from vime_optim.writer import dispatch
+            return  # idle workers end with their parent, threads have been stopped
+        from vime_optim.async_save import callers
 
-        dispatch.discard_persistent(self)
+        callers.discard(self)
 
     return __del__
 
 
-def _wrap_update(everything: bool) -> Wrap:
-    """Wait before a method that changes optimizer state in place.
+# Where saved memory changes.
 
-    Args:
-        everything: wait for any save by reference; else only for one that holds this optimizer's
-            storages.
-    """
 
-    def wrap(original: Any, hit: Hit) -> Any:
-        @functools.wraps(original)
-        def update(self: Any, *args: Any, **kwargs: Any) -> Any:
-            from vime_optim.writer import guard
+def _wrap_step(original: Any, hit: Hit) -> Any:
+    @functools.wraps(original)
+    def step_with_ready_grads(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from vime_optim.async_save import guard
 
-            if guard.in_flight():
-                guard.before_update(None if everything else guard.optimizer_tensors(self))
-            return original(self, *args, **kwargs)
+        guard.before_megatron_step(self)
+        return original(self, *args, **kwargs)
 
-        return update
+    return step_with_ready_grads
 
-    return wrap
+
+def _wrap_change(original: Any, hit: Hit) -> Any:
+    @functools.wraps(original)
+    def change(*args: Any, **kwargs: Any) -> Any:
+        from vime_optim.async_save import guard
+
+        guard.before_change()
+        return original(*args, **kwargs)
+
+    return change
+
+
+def _wrap_resize(original: Any, hit: Hit) -> Any:
+    def resize_(self: Any, *args: Any, **kwargs: Any) -> Any:
+        guard = sys.modules.get("vime_optim.async_save.guard")
+        if guard is not None:
+            guard.before_change_of(self)
+        return original(self, *args, **kwargs)
+
+    return resize_
 
 
 def _diagnose_caller(module: ModuleType, original: Any) -> Diagnosis:
@@ -116,21 +156,24 @@ def _caller_targets(module: str, optional: bool) -> tuple[Target, ...]:
     def target(name: str, wrap: Wrap, **kwargs: Any) -> Target:
         return Target(module, name, wrap, optional=optional, **kwargs)
 
-    temporal, persistent = "TemporalAsyncCaller", "PersistentAsyncCaller"
-    schedule, done = "schedule_async_call", "is_current_async_call_done"
     return (
-        target(f"{temporal}.{schedule}", _wrap_schedule("temporal"), diagnose=_diagnose_caller),
-        target(f"{persistent}.{schedule}", _wrap_schedule("persistent"), diagnose=_diagnose_caller),
-        target(f"{temporal}.{done}", _wrap_is_done),
-        target(f"{persistent}.{done}", _wrap_is_done),
-        target(f"{persistent}.close", _wrap_close),
-        target(f"{persistent}.__del__", _wrap_del),
+        *(
+            target(f"{caller}.{name}", wrap, **kwargs)
+            for caller in ("TemporalAsyncCaller", "PersistentAsyncCaller")
+            for name, wrap, kwargs in (
+                ("schedule_async_call", _wrap_schedule, {"diagnose": _diagnose_caller}),
+                ("is_current_async_call_done", _wrap_is_done, {}),
+                ("close", _wrap_close, {}),
+            )
+        ),
+        target("PersistentAsyncCaller.__del__", _wrap_del),
+        Target(module, "AsyncCallsQueue.close", _wrap_queue_close, optional=True),
     )
 
 
 def _update_targets() -> tuple[Target, ...]:
     steps = [
-        Target(module, f"{cls}.step_with_ready_grads", _wrap_update(False), optional=True)
+        Target(module, f"{cls}.step_with_ready_grads", _wrap_step, optional=True)
         for module, cls in (
             (_DISTRIBUTED, "DistributedOptimizer"),
             (_OPTIMIZER, "MixedPrecisionOptimizer"),
@@ -138,7 +181,7 @@ def _update_targets() -> tuple[Target, ...]:
         )
     ]
     rest = [
-        Target(module, name, _wrap_update(True), optional=True)
+        Target(module, name, _wrap_change, optional=True)
         for module, name in (
             (_DISTRIBUTED, "DistributedOptimizer.load_state_dict"),
             (_DISTRIBUTED, "DistributedOptimizer.load_parameter_state"),
@@ -149,7 +192,17 @@ def _update_targets() -> tuple[Target, ...]:
             (_OPTIMIZER, "MegatronOptimizer.restore_from_cpu"),
         )
     ]
-    return (*steps, *rest)
+    torch_own = [
+        Target("torch.nn.modules.module", "Module.load_state_dict", _wrap_change, _diagnose_torch),
+        Target("torch.storage", "UntypedStorage.resize_", _wrap_resize, _diagnose_torch),
+    ]
+    return (*steps, *rest, *torch_own)
+
+
+def _diagnose_torch(module: ModuleType, original: Any) -> Diagnosis:
+    """What somebody else wrapped is left alone: the guard is finer with these, not less safe."""
+    foreign = describe_foreign_layer(original, module)
+    return fixed_upstream(f"left to {foreign}") if foreign else NEEDED
 
 
 # Writers: files, digests and results.
@@ -157,15 +210,13 @@ def _update_targets() -> tuple[Target, ...]:
 
 def _wrap_get_save_function(original: Any, hit: Hit) -> Any:
     def get_save_function_and_args(self: Any) -> Any:
-        save_fn, preload_fn, arguments = original(self)
-        if save_fn is None or not _writes_plain_files(self):
-            return save_fn, preload_fn, arguments
-        from vime_optim.writer import task
+        from vime_optim.writer import buckets
 
+        ours = buckets.save_function_and_args(self)
+        if ours is None:
+            return original(self)
         hit()
-        pid = os.getpid()
-        staged = functools.partial(task.preload, pid, preload_fn)
-        return functools.partial(task.run, pid), staged, arguments
+        return ours
 
     return get_save_function_and_args
 
@@ -173,22 +224,13 @@ def _wrap_get_save_function(original: Any, hit: Hit) -> Any:
 def _wrap_execute_sync(original: Any, hit: Hit) -> Any:
     @functools.wraps(original)
     def execute_sync(self: Any) -> None:
-        from vime_optim.writer import agreement, task
+        from vime_optim.writer import agreement
 
         hit()
         agreement.point()  # all have planned, and none writes when one could not
-        with task.written_here():
-            original(self)
+        original(self)
 
     return execute_sync
-
-
-def _diagnose_get_save_function(module: ModuleType, original: Any) -> Diagnosis:
-    source = source_of(original)
-    for needed in ("preload_tensors", "results_queue", "write_preloaded_data_multi"):
-        if needed not in source:
-            return not_understood(f"{needed} is not in its source")
-    return NEEDED
 
 
 def _wrap_prepare(original: Any, hit: Hit) -> Any:
@@ -204,33 +246,38 @@ def _wrap_prepare(original: Any, hit: Hit) -> Any:
     return prepare_write_data
 
 
-def _wrap_names(original: Any, hit: Hit) -> Any:
-    """Own names for the files of a writer whose buckets are its own business."""
-
-    def prepare_write_data(self: Any, plan: Any, planner: Any) -> None:
-        from vime_optim.writer import buckets
-
-        original(self, buckets.with_own_names(plan) if _writes_plain_files(self) else plan, planner)
-
-    return prepare_write_data
-
-
 def _diagnose_prepare(module: ModuleType, original: Any) -> Diagnosis:
     reason = missing_parameters(original, "plan", "planner")
     if reason:
         return not_understood(reason)
-    source = source_of(original)
-    for needed in ("_split_by_size_and_type", "_split_by_separation_hint", "write_buckets"):
-        if needed not in source:
-            return not_understood(f"{needed} is not in its source")
+    if "results_queue" not in source_of(original):
+        return not_understood("results_queue is not in its source")
+    if not hasattr(module, "_split_by_separation_hint"):
+        return not_understood("its module does not separate items by a hint")
     return NEEDED
 
 
 def _writes_plain_files(writer: Any) -> bool:
-    """Not through the multi-storage client, and without extensions that transform the stream."""
-    if getattr(writer, "use_msc", False):
+    """Not through the multi-storage client, and without extensions that transform the stream.
+    VIME_OPTIM_ASYNC=off leaves every file to Megatron."""
+    from vime_optim import settings
+
+    if getattr(writer, "use_msc", False) or settings.current().async_mode == "off":
+        return False
+    if getattr(writer, "open_file", open) is not open:  # nvidia-resiliency-ext
+        return False
+    if not _callers_are_ours():
         return False
     return not getattr(getattr(writer, "transforms", None), "extensions", None)
+
+
+def _callers_are_ours() -> bool:
+    """Whether an async save gets to our threads (not with VIME_OPTIM_SKIP=writer-async)."""
+    for name in (f"{_STRATEGIES}.async_utils", f"{_NVRX}.core"):
+        caller = getattr(sys.modules.get(name), "TemporalAsyncCaller", None)
+        if caller and not hasattr(caller.schedule_async_call, "__vime_optim__"):
+            return False
+    return True
 
 
 def _wrap_no_cached_handles(original: Any, hit: Hit) -> Any:
@@ -243,15 +290,6 @@ def _wrap_no_cached_handles(original: Any, hit: Hit) -> Any:
             self.use_cached_data_structure = False
 
     return __init__
-
-
-def _wrap_results_queue(original: Any, hit: Hit) -> Any:
-    def get_write_results_queue(*args: Any, **kwargs: Any) -> Any:
-        from vime_optim.writer.channel import ResultChannel
-
-        return ResultChannel()
-
-    return get_write_results_queue
 
 
 def _wrap_finish(original: Any, hit: Hit) -> Any:
@@ -302,15 +340,18 @@ def _writer_targets(package: str, requests: str, optional: bool) -> tuple[Target
         ),
         Target(
             module,
+            f"{writer}.prepare_write_data",
+            _wrap_prepare,
+            diagnose=_diagnose_prepare,
+            optional=optional,
+        ),
+        Target(
+            module,
             f"{writer}.get_save_function_and_args",
             _wrap_get_save_function,
-            diagnose=_diagnose_get_save_function,
             optional=optional,
         ),
         Target(module, f"{writer}.finish", _wrap_finish, optional=optional),
-        # Private up to 0.16.
-        Target(module, "get_write_results_queue", _wrap_results_queue, optional=True),
-        Target(module, "_get_write_results_queue", _wrap_results_queue, optional=True),
     )
 
 
@@ -334,22 +375,10 @@ FIXES: tuple[Fix, ...] = (
     Fix(
         id="writer-files",
         faults=("F14",),
-        summary="files written in one pass with digests; the worker reports, it does not die",
+        summary="files written in one pass with digests, without copies",
         targets=(
             *_writer_targets(_STRATEGIES, "async_utils", optional=False),
-            Target(
-                f"{_STRATEGIES}.filesystem_async",
-                "FileSystemWriterAsync.prepare_write_data",
-                _wrap_prepare,
-                diagnose=_diagnose_prepare,
-            ),
             *_writer_targets(_NVRX, "core", optional=True),
-            Target(
-                f"{_NVRX}.filesystem_async",
-                "FileSystemWriterAsync.prepare_write_data",
-                _wrap_names,
-                optional=True,
-            ),
         ),
     ),
     Fix(

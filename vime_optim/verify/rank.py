@@ -46,7 +46,7 @@ def import_megatron(tree: str, device: str) -> None:
         "vime_optim.fixes",
         "vime_optim.installer",
         "vime_optim.writer.commit",
-        "vime_optim.writer.task",
+        "vime_optim.async_save.guard",
         "vime_optim.verify.job",
     ):
         importlib.import_module(name)

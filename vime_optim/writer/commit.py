@@ -197,7 +197,10 @@ def finalize(
     Raises:
         WriterError: on every rank, naming each rank that failed and why.
     """
-    results = writer.retrieve_write_results()
+    try:
+        results = writer.retrieve_write_results()
+    except Exception as error:  # nvidia-resiliency-ext up to 0.4: on this rank alone
+        results = error
     # Not always a queue that can be asked twice: the answer is kept for Megatron's own call.
     writer.retrieve_write_results = lambda: results
     where = str(writer.checkpoint_dir)

@@ -58,12 +58,13 @@ def _wrap_load(original: Any, hit: Hit) -> Any:
     signature = inspect.signature(original)
 
     def load(*args: Any, **kwargs: Any) -> Any:
-        from vime_optim.writer import agreement, guard, loadcheck, loading
+        from vime_optim.async_save import guard
+        from vime_optim.writer import agreement, loadcheck, loading
 
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         directory = str(bound.arguments["checkpoint_dir"])
-        guard.before_update(None)  # DCP reads into the very tensors that a save may be writing
+        guard.before_change()  # DCP reads into the very tensors that a save may be writing
         if directory.startswith("msc://"):
             return original(*args, **kwargs)
         hit()
