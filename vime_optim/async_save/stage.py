@@ -7,6 +7,7 @@ it never waits for copies that only it can write; those are few, one a file.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -63,7 +64,8 @@ class StagePool:
                 return False
             self._count(units.UNIT_BYTES)
         room = self._allocate(units.UNIT_BYTES, pinned=False)
-        room.buffer.fill_(0)  # the kernel gives memory at the first touch, slowly
+        # The kernel gives memory at the first touch, slowly. One thread: torch's would spin.
+        ctypes.memset(room.buffer.data_ptr(), 0, room.buffer.numel())
         with self._lock:
             self._free.append(room)
         return True
