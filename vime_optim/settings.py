@@ -19,6 +19,7 @@ PREFIX = "VIME_OPTIM_"
 OTHER_VARIABLES = frozenset(
     PREFIX + name
     for name in (
+        "BENCH_RATE_FILE",
         "CACHE_DIR",
         "MATRIX_RESULTS",
         "MEGATRON_DIR",
