@@ -63,7 +63,7 @@ TABLE = (
     (f"{_STRATEGIES}.state_dict_saver", "save_state_dict_async_finalize", "commit"),
     (f"{_DCP}.serialization", "save_config", "commit"),
     ("vime_optim.writer.commit", "open_session", "commit"),
-    ("vime_optim.writer.commit", "close_session", "commit"),
+    ("vime_optim.writer.commit", "_after_commit", "commit"),
     # Loading.
     ("vime_optim.writer.loadcheck", "check_before_load", "plan"),
     (f"{_DCP}.serialization", "load_preprocess", "plan"),
