@@ -73,6 +73,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "rounds": arguments.rounds,
         "interval_s": arguments.interval_s,
         "timeout_s": arguments.timeout_s,
+        "json": str(arguments.json.absolute()) if arguments.json else None,
     }
     (out / "options.json").write_text(json.dumps(options))
     environment = rank_environment(Path(options["megatron"]), arguments.device)

@@ -240,6 +240,8 @@ def run(options: dict[str, Any], number: int) -> None:
                         print(backend, target["name"], variant, mine.get("lost_s"), flush=True)
                         out = Path(options["out"]) / "result.json"
                         out.write_text(json.dumps(result, indent=1))
+                        if options["json"]:  # what a run that is cut short has seen
+                            Path(options["json"]).write_text(json.dumps(result, indent=1))
                         shutil.rmtree(directory, ignore_errors=True)
         for queue in queues.values():
             queue.close()

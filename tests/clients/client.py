@@ -117,7 +117,7 @@ def _environment(home: Home) -> dict[str, str]:
     environment = rank_environment(home.tree, "cpu")
     paths = [
         *environment["PYTHONPATH"].split(os.pathsep),
-        str(ROOT / "tests" / "clients" / "site"),
+        str(ROOT / "tests" / "clients" / "startup"),
         str(ROOT / "tests"),
     ]
     if home.nvrx is not None:
