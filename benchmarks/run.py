@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def run_ranks(options: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     """Run all ranks; returns what rank 0 has measured, also when the run was cut short."""
-    from vime_optim.verify.launch import _kill_session, rank_environment
+    from vime_optim.verify.launch import kill_session, rank_environment
 
     out = Path(options["out"])
     out.mkdir(parents=True, exist_ok=True)
@@ -50,7 +50,7 @@ def run_ranks(options: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         problem = _wait(processes, time.monotonic() + timeout_s)
     finally:
         for process in processes:
-            _kill_session(process)
+            kill_session(process)
         shutil.rmtree(options["folder"], ignore_errors=True)
     path = out / "result.json"
     result: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}

@@ -53,7 +53,7 @@ def targets_of(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Start the ranks; returns their result with what it was measured on."""
     from vime_optim.megatron_source import resolve
-    from vime_optim.verify.launch import _kill_session, rank_environment
+    from vime_optim.verify.launch import kill_session, rank_environment
 
     out = Path(tempfile.mkdtemp(prefix="vime_optim_stall_"))
     nvrx = arguments.nvrx or _importable("nvidia_resiliency_ext")
@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         problem = _wait(processes, time.monotonic() + arguments.timeout_s)
     finally:
         for process in processes:
-            _kill_session(process)
+            kill_session(process)
     if problem:
         print(problem, (out / "rank0.log").read_text()[-4000:], file=sys.stderr)
     path = out / "result.json"

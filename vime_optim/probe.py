@@ -39,6 +39,13 @@ def missing_parameters(function: Any, *needed: str) -> str:
     return f"parameters {have} lack {', '.join(lacking)}" if lacking else ""
 
 
+def missing_words(function: Any, *needed: str) -> str:
+    """A reason when the function's source lacks one of the `needed` texts, else ''."""
+    source = source_of(function)
+    lacking = [text for text in needed if text not in source]
+    return f"{lacking[0]} is not in its source" if lacking else ""
+
+
 def describe_foreign_layer(function: Any, module: ModuleType) -> str | None:
     """Name the first wrapper of `function` that neither Megatron, torch nor Python wrote.
 

@@ -151,7 +151,7 @@ def run_case(template: Template, case: Case, *, install: str | None = None) -> l
     _check_library(install or case.install, full + resumed)
     if case.judge == "kept":
         return _changed(full, resumed)
-    return _differences(full, resumed, case.first_compared)
+    return differences(full, resumed, case.first_compared)
 
 
 def _launch(template: Template, case: Case, phase: str, out: Path, install: str | None) -> Records:
@@ -162,7 +162,7 @@ def _launch(template: Template, case: Case, phase: str, out: Path, install: str 
         "out": str(out),
         "phase": phase,
         "world_size": case.world_size,
-        "port": _free_port(),
+        "port": free_port(),
         "arguments": arguments,
         "install": install or case.install,
         "adam": case.adam,
@@ -172,8 +172,8 @@ def _launch(template: Template, case: Case, phase: str, out: Path, install: str 
     }
     status = template.run(request)["status"]
     for rank in sorted(range(case.world_size), key=lambda rank: _end_s(out, phase, rank)):
-        _read(out, phase, rank, status[str(rank)])  # the first to fail is the one to blame
-    return [_read(out, phase, rank, status[str(rank)]) for rank in range(case.world_size)]
+        read(out, phase, rank, status[str(rank)])  # the first to fail is the one to blame
+    return [read(out, phase, rank, status[str(rank)]) for rank in range(case.world_size)]
 
 
 def _record(out: Path, phase: str, rank: int) -> dict[str, Any]:
@@ -186,7 +186,7 @@ def _end_s(out: Path, phase: str, rank: int) -> float:
     return float(_record(out, phase, rank).get("time_s", math.inf))
 
 
-def _read(out: Path, phase: str, rank: int, status: int) -> dict[str, Any]:
+def read(out: Path, phase: str, rank: int, status: int) -> dict[str, Any]:
     record = _record(out, phase, rank)
     error = record.get("error") or (f"exit status {status}" if status or not record else None)
     if error:
@@ -202,7 +202,7 @@ def _check_library(install: str, records: Records) -> None:
         assert record["not_understood"] == [], "targets that are not understood on this tree"
 
 
-def _differences(full: Records, resumed: Records, first: int) -> list[str]:
+def differences(full: Records, resumed: Records, first: int) -> list[str]:
     found = []
     for rank, (expected, got) in enumerate(zip(full, resumed, strict=True)):
         steps = sorted(set(expected["steps"]) | set(got["steps"]), key=int)
@@ -246,7 +246,7 @@ def _changed(full: Records, resumed: Records) -> list[str]:
     return found
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port below those that the system gives to clients, which others may take meanwhile."""
     while True:
         port = random.randrange(15000, 32000)

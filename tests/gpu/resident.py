@@ -129,12 +129,10 @@ class ResidentLauncher:
 
     def close(self) -> None:
         """End the ranks and what they started."""
+        from vime_optim.verify.launch import kill_session
+
         for process in self._processes:
-            try:
-                os.killpg(process.pid, 9)
-            except ProcessLookupError:
-                pass
-            process.wait()
+            kill_session(process)
         self._processes = []
 
     def _start(self) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -26,6 +25,8 @@ import resident as gpu
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from clients import cases, client, trees
+
+from vime_optim.verify.launch import kill_session
 
 pytestmark = pytest.mark.gpu
 OLD, NEW, MAIN = (f"megatron-lm-{name}" for name in ("0.16.1", "0.19.1", "main"))
@@ -109,7 +110,7 @@ class Runs:
         full = self._run(tree, case, whole, "full", out)
         (out / "saved" / "latest_checkpointed_iteration.txt").write_text(str(cases.SAVED_AT))
         resumed = self._run(tree, case, whole, "resume", out)
-        return client._differences(full, resumed, cases.SAVED_AT + 1)
+        return client.differences(full, resumed, cases.SAVED_AT + 1)
 
     def _run(self, tree: str, case: Case, whole: cases.Case, phase: str, out: Path) -> list[Any]:
         home = trees.find(tree)
@@ -122,7 +123,7 @@ class Runs:
             "out": str(out),
             "phase": phase,
             "world_size": 2,
-            "port": client._free_port(),
+            "port": client.free_port(),
             "arguments": words + cases.arguments_of(whole, phase, out, home),
             "install": "after",
             "adam": "torch",
@@ -134,7 +135,7 @@ class Runs:
         path = out / f"{phase}.json"
         path.write_text(json.dumps(request))
         status = _launch(path, phase, out)
-        return [client._read(out, phase, rank, status[rank]) for rank in range(2)]
+        return [client.read(out, phase, rank, status[rank]) for rank in range(2)]
 
 
 def _launch(request: Path, phase: str, out: Path) -> list[int]:
@@ -168,11 +169,8 @@ def _launch(request: Path, phase: str, out: Path) -> list[int]:
             deadline = min(deadline, time.monotonic() + gpu.GRACE_S)
         time.sleep(0.1)
     for process in processes:
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-    return [process.wait() for process in processes]
+        kill_session(process)
+    return [process.returncode for process in processes]
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -22,6 +21,8 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from vime_optim.verify.launch import kill_session
 
 ROOT = Path(__file__).resolve().parents[2]
 Outcomes = dict[str, str]
@@ -102,11 +103,7 @@ def _wait(processes: list[subprocess.Popen[bytes]], deadline: float) -> None:
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
         time.sleep(0.2)
     for process in processes:
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        process.wait()
+        kill_session(process)
 
 
 def _read(path: Path) -> Outcomes:

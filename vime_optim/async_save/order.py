@@ -30,10 +30,6 @@ def note(optimizer: Any) -> None:
     _noted[key] = weakref.ref(optimizer)
 
 
-def forget_all() -> None:
-    _noted.clear()
-
-
 def span_of(tensor: torch.Tensor) -> Span | None:
     """The addresses that a plain tensor covers, None when it has no memory of its own."""
     with torch._C.DisableTorchFunction():

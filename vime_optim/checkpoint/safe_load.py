@@ -105,12 +105,6 @@ def _never_call(*_args: Any) -> Any:
     raise pickle.UnpicklingError("this name is only a type tag")
 
 
-def _decode_set(items: Any = ()) -> set[Any]:
-    if not isinstance(items, list | tuple):
-        raise pickle.UnpicklingError("a set of something that is not a list")
-    return set(items)
-
-
 def _new_generator(*_args: Any) -> Any:
     return inert_class("torch._C.Generator")(*_args)
 

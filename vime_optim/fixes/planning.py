@@ -20,7 +20,13 @@ from types import ModuleType
 from typing import Any
 
 from vime_optim.errors import PlanError
-from vime_optim.probe import describe_foreign_layer, missing_parameters, parameters_of, source_of
+from vime_optim.probe import (
+    describe_foreign_layer,
+    missing_parameters,
+    missing_words,
+    parameters_of,
+    source_of,
+)
 from vime_optim.registry import (
     NEEDED,
     Diagnosis,
@@ -63,10 +69,15 @@ def _returns_errors(function: Any) -> bool:
     return "return errors" in source_of(function)
 
 
+def _replaced_by(original: Any, module: ModuleType) -> str | None:
+    """Whose code stands in torch's place, None for torch's own and for ours."""
+    if getattr(original, "__vime_optim__", False):
+        return None
+    return describe_foreign_layer(original, module)
+
+
 def _diagnose_validate(module: ModuleType, original: Any) -> Diagnosis:
-    foreign = None
-    if not getattr(original, "__vime_optim__", False):
-        foreign = describe_foreign_layer(original, module)
+    foreign = _replaced_by(original, module)
     if foreign is not None:
         return fixed_upstream(f"replaced by {foreign}; ours runs when the global plan is made")
     reason = missing_parameters(original, "global_plan", "metadata")
@@ -162,9 +173,7 @@ def _wrap_shards(original: Any, hit: Hit) -> Any:
 
 
 def _diagnose_shards(module: ModuleType, original: Any) -> Diagnosis:
-    foreign = None
-    if not getattr(original, "__vime_optim__", False):
-        foreign = describe_foreign_layer(original, module)
+    foreign = _replaced_by(original, module)
     if foreign is not None:
         return fixed_upstream(f"replaced by {foreign}")
     reason = missing_parameters(original, "shards")
@@ -187,10 +196,9 @@ def _wrap_global_shards(original: Any, hit: Hit) -> Any:
 
 
 def _diagnose_global_shards(module: ModuleType, original: Any) -> Diagnosis:
-    source = source_of(original)
-    for needed in ("without_data()", "all_gather_object", "nested_values"):
-        if needed not in source:
-            return not_understood(f"{needed} is not in its source")
+    reason = missing_words(original, "without_data()", "all_gather_object", "nested_values")
+    if reason:
+        return not_understood(reason)
     known = {"sharded_state_dict", "process_group"}
     more = set(parameters_of(original)) - known
     return not_understood(f"parameters {sorted(more)} are not known") if more else NEEDED

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from vime_optim.errors import VimeOptimError
-from vime_optim.probe import missing_parameters, source_of
+from vime_optim.probe import missing_parameters, missing_words, source_of
 from vime_optim.registry import NEEDED, Diagnosis, Fix, Hit, Target, fixed_upstream, not_understood
 
 METADATA_LIMIT_BYTES = 1 << 30
@@ -63,13 +63,10 @@ def _read(reader: Any, path: Any) -> bytes:
 
 
 def _diagnose_read_metadata(module: ModuleType, original: Any) -> Diagnosis:
-    source = source_of(original)
-    if "pickle" not in source:
+    if "pickle" not in source_of(original):
         return fixed_upstream("it does not unpickle")
-    for needed in ("_get_metadata_path", "storage_meta", "load_id"):
-        if needed not in source:
-            return not_understood(f"{needed} is not in its source")
-    return NEEDED
+    reason = missing_words(original, "_get_metadata_path", "storage_meta", "load_id")
+    return not_understood(reason) if reason else NEEDED
 
 
 def _wrap_read_data(original: Any, hit: Hit) -> Any:
@@ -114,13 +111,10 @@ def _diagnose_load_bytes(module: ModuleType, original: Any) -> Diagnosis:
     reason = missing_parameters(original, "read_item", "value")
     if reason:
         return not_understood(reason)
-    source = source_of(original)
-    if "weights_only=False" not in source:
+    if "weights_only=False" not in source_of(original):
         return fixed_upstream("it reads under weights_only")
-    for needed in ("flatten_state_dict", "original_state_dict", "mappings"):
-        if needed not in source:
-            return not_understood(f"{needed} is not in its source")
-    return NEEDED
+    reason = missing_words(original, "flatten_state_dict", "original_state_dict", "mappings")
+    return not_understood(reason) if reason else NEEDED
 
 
 _DCP = "torch.distributed.checkpoint"

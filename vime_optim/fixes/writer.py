@@ -25,6 +25,7 @@ from typing import Any
 from vime_optim.probe import (
     describe_foreign_layer,
     missing_parameters,
+    missing_words,
     parameters_of,
     source_of,
 )
@@ -248,10 +249,9 @@ def _wrap_prepare(original: Any, hit: Hit) -> Any:
 
 def _diagnose_prepare(module: ModuleType, original: Any) -> Diagnosis:
     reason = missing_parameters(original, "plan", "planner")
+    reason = reason or missing_words(original, "results_queue")
     if reason:
         return not_understood(reason)
-    if "results_queue" not in source_of(original):
-        return not_understood("results_queue is not in its source")
     if not hasattr(module, "_split_by_separation_hint"):
         return not_understood("its module does not separate items by a hint")
     return NEEDED

@@ -175,7 +175,7 @@ class ForkLauncher(Closing):
             self._process.wait(timeout=10.0)
         except subprocess.TimeoutExpired:
             pass
-        _kill_session(self._process)
+        kill_session(self._process)
         shutil.rmtree(self._home, ignore_errors=True)
 
     def _wait_ready(self) -> None:
@@ -246,7 +246,7 @@ class ProcessLauncher(Closing):
             failed, timed_out = _wait_processes(processes, time.monotonic() + timeout_s)
         finally:
             for process in processes:
-                _kill_session(process)
+                kill_session(process)
         return _collect(out, world_size, failed, timed_out, timeout_s)
 
     def _start(self, out: Path, rank: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -350,7 +350,7 @@ def _wait_processes(
         time.sleep(0.05)
 
 
-def _kill_session(process: subprocess.Popen[Any]) -> None:
+def kill_session(process: subprocess.Popen[Any]) -> None:
     """End the process and what it started in its session, such as managers."""
     try:
         os.killpg(process.pid, 9)

@@ -23,8 +23,8 @@ from vime_optim.verify.launch import (
     LAUNCH_TIMEOUT_S,
     Closing,
     _collect,
-    _kill_session,
     _request,
+    kill_session,
     rank_environment,
 )
 
@@ -87,7 +87,7 @@ class RayLauncher(Closing):
         except subprocess.TimeoutExpired:
             pass
         finally:
-            _kill_session(process)  # Ray's own processes follow their driver
+            kill_session(process)  # Ray's own processes follow their driver
         if not outcome.exists():
             tail = (out / "ray.log").read_text(errors="replace").strip().splitlines()[-5:]
             raise VerifyError(
