@@ -20,7 +20,7 @@ PYTEST := -m pytest -n $(JOBS)
 # The main job: train with PAO and CPU offload, save, resume in fresh ranks, compare every bit;
 # then the same job on the untouched megatron-core, which must fail.
 demo: .venv/.setup
-	$(PY) -m vime_optim.verify.demo
+	$(PY) -m tests.demo
 
 IN_CI := not matrix and not gpu and not clients
 
@@ -50,7 +50,7 @@ coverage: .venv/.setup megatron
 	$(PY) -m coverage combine --quiet
 	$(PY) -m coverage report
 	$(PY) -m coverage report --fail-under 90 \
-	  --include 'vime_optim/fixes/*,vime_optim/reshard/*'
+	  --include 'vime_optim/fixes/*,vime_optim/reshard/*,vime_optim/files/*'
 
 # The whole resume matrix: hours on two cores. ARGS="-k 0.16.1" runs a part of it, and
 # ARGS='-m "not matrix"' what CI runs. Results make docs/matrix.md.
@@ -69,6 +69,7 @@ mutants: .venv/.setup megatron
 lint: .venv/.lint
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+	.venv/bin/lint-imports
 
 types: .venv/.lint
 	.venv/bin/mypy
@@ -94,7 +95,7 @@ setup: .venv/.setup
 megatron: $(RELEASES:%=$(CACHE)/%/.fetched)
 
 $(CACHE)/%/.fetched: | .venv/.setup
-	$(PY) -c 'from vime_optim.megatron_source import fetch; print(fetch("$*"))'
+	$(PY) -c 'from vime_optim.tools.megatron_source import fetch; print(fetch("$*"))'
 	touch $@
 
 .venv/.python:

@@ -28,8 +28,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.checkpoint.synthetic import write_synthetic
-from vime_optim.checkpoint.cli import byte_count
-from vime_optim.checkpoint.diff import diff_checkpoints
+from vime_optim.tools.commands import byte_count
+from vime_optim.tools.diff import diff_checkpoints
 
 SHAPE = (16384, 4096)  # 256 MiB a tensor
 BLOCK_BYTES = 4 << 20

@@ -47,7 +47,7 @@ TABLE = (
     # Copies of host views (stock alone), and to which file each item goes.
     (f"{_STRATEGIES}.filesystem_async", "FileSystemWriterAsync.prepare_write_data", "staging"),
     (f"{_STRATEGIES}.filesystem_async", "FileSystemWriterAsync.preload_tensors", "staging"),
-    ("vime_optim.writer.buckets", "prepare_write_data", "staging"),
+    ("vime_optim.commit.file_plan", "prepare_write_data", "staging"),
     (
         f"{_STRATEGIES}.filesystem_async",
         "FileSystemWriterAsync.write_preloaded_data_multithread",
@@ -58,14 +58,14 @@ TABLE = (
         "FileSystemWriterAsync.write_preloaded_data_multiproc",
         "files",
     ),
-    ("vime_optim.writer.task", "run", "files"),
+    ("vime_optim.commit.task", "run", "files"),
     (f"{_STRATEGIES}.torch", "save_state_dict_async_finalize", "commit"),
     (f"{_STRATEGIES}.state_dict_saver", "save_state_dict_async_finalize", "commit"),
     (f"{_DCP}.serialization", "save_config", "commit"),
-    ("vime_optim.writer.commit", "open_session", "commit"),
-    ("vime_optim.writer.commit", "_after_commit", "commit"),
+    ("vime_optim.commit.sessions", "open_session", "commit"),
+    ("vime_optim.commit.sessions", "_after_commit", "commit"),
     # Loading.
-    ("vime_optim.writer.loadcheck", "check_before_load", "plan"),
+    ("vime_optim.commit.load_check", "check_before_load", "plan"),
     (f"{_DCP}.serialization", "load_preprocess", "plan"),
     (f"{_DCP}.serialization", "load_common_state_dict", "plan"),
     (f"{_DCP}.serialization", "determine_global_metadata", "plan"),

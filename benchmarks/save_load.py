@@ -31,7 +31,7 @@ def main(words: list[str] | None = None) -> None:
         tables.write_all(json.loads(arguments.report.read_text()), arguments.report, arguments.img)
         return
     from benchmarks.run import environment_of, run_ranks
-    from vime_optim.megatron_source import resolve
+    from vime_optim.tools.megatron_source import resolve
 
     fitting = that_fit(
         asked_for(arguments),

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import scale_ranks
-from vime_optim.megatron_source import resolve
+from vime_optim.tools.megatron_source import resolve
 
 WHO = ("stock", "ours")
 _SAMPLE = 2048
@@ -56,7 +56,7 @@ def _fake_ranks(rank: int, world_size: int) -> None:
 def make_inputs(name: str, keys: str, folder: Path) -> None:
     """Writes what every rank sends: plans, results and shards; pickled as by stock, and ours."""
     from vime_optim.planning import exchange, shards
-    from vime_optim.planning.plans import pack_plan
+    from vime_optim.planning.save_plans import pack_plan
 
     planner, layout = scale_ranks.job(name, keys)
     files = {
@@ -124,10 +124,10 @@ def rank0(name: str, who: str, folder: Path) -> dict[str, Any]:
         with which.timed("write .metadata"):
             writer.finish(metadata, results)
         if who == "ours":
-            from vime_optim.writer import commit
+            from vime_optim.commit import sessions
 
             with which.timed("write manifest"):
-                commit.write_manifest(str(target), results)
+                sessions.write_manifest(str(target), results)
     manifest = target / "vime_optim_manifest.json"
     return {
         "seconds": parts.seconds,
@@ -235,7 +235,7 @@ def other_rank(name: str, keys: str, who: str, folder: Path, limit_s: float) -> 
     assert sorted(map(repr, plan.items)) == sorted(map(repr, made.items)), "the inputs differ"
     with parts.timed("save: send plan"):
         if who == "ours":
-            from vime_optim.planning.plans import pack_plan
+            from vime_optim.planning.save_plans import pack_plan
 
             packed = pack_plan(plan)
             assert packed is not None

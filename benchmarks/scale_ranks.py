@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from vime_optim.reshard.buffers import ParallelLayout
-from vime_optim.reshard.estimate import STATES, JobPlanner, state_key
 from vime_optim.reshard.plan import Target, is_main, pieces_of_range
-from vime_optim.reshard.shapes import PRESETS, ModelShape, ModelSplit
+from vime_optim.tools.estimate.buffers import ParallelLayout
+from vime_optim.tools.estimate.ranks import STATES, JobPlanner, state_key
+from vime_optim.tools.estimate.shapes import PRESETS, ModelShape, ModelSplit
 
 EXTRA_STATE = "decoder.layers.self_attention.core_attention._extra_state"
 
@@ -168,8 +168,8 @@ def results_of(plan: Any, rank: int) -> list[Any]:
     """What the rank's writer reports: two files, and an item's place in them."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-    from vime_optim.writer.fastfile import FileRecord
-    from vime_optim.writer.task import RecordedResult
+    from vime_optim.commit.task import RecordedResult
+    from vime_optim.files.fastfile import FileRecord
 
     results, position = [], [0, 0]
     for number, item in enumerate(plan.items):

@@ -52,7 +52,7 @@ def targets_of(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Start the ranks; returns their result with what it was measured on."""
-    from vime_optim.megatron_source import resolve
+    from vime_optim.tools.megatron_source import resolve
     from vime_optim.verify.launch import kill_session, rank_environment
 
     out = Path(tempfile.mkdtemp(prefix="vime_optim_stall_"))

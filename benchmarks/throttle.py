@@ -90,7 +90,7 @@ def enable() -> None:
         module = sys.modules.get(name)
         if module is not None:
             module.open = _open  # type: ignore[attr-defined]
-    fastfile: Any = sys.modules.get("vime_optim.writer.fastfile")
+    fastfile: Any = sys.modules.get("vime_optim.files.fastfile")
     if fastfile is not None and not hasattr(fastfile, "_unthrottled"):
         fastfile._unthrottled = real = fastfile._write_views
 

@@ -48,7 +48,7 @@ class Run:
     """The launches of one call; `result` is written after each of them."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        from vime_optim.megatron_source import resolve
+        from vime_optim.tools.megatron_source import resolve
 
         self.arguments = arguments
         self.deadline = time.monotonic() + arguments.budget

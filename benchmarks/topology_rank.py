@@ -17,7 +17,7 @@ from benchmarks import topology_model as model
 from benchmarks.fingerprint import fingerprint
 from benchmarks.measure import Meter
 from benchmarks.rank import VARIANTS, Rank, allow_optimizer_classes, choose_optimizer, gathered
-from vime_optim.verify import checkpoint
+from vime_optim.verify import checkpointing
 from vime_optim.verify.model import Job
 
 SEED = 1234
@@ -78,14 +78,14 @@ def save(payload: dict[str, Any]) -> dict[str, Any]:
 
     answer["losses"] = model.train(job, side.shape, SYNC_STEP)
     note(SYNC)
-    phase("sync save", lambda: checkpoint.save(job, side.folder / SYNC, None))
+    phase("sync save", lambda: checkpointing.save(job, side.folder / SYNC, None))
 
     answer["losses"] += model.train(job, side.shape, ASYNC_STEP)
     note(ASYNC)
     queue = _async_queue(side.async_mode)
     phase(
         "async save, until it returns",
-        lambda: checkpoint.save(job, side.folder / ASYNC, queue.schedule_async_request),
+        lambda: checkpointing.save(job, side.folder / ASYNC, queue.schedule_async_request),
     )
     phase(
         "a step beside the writer",
@@ -114,7 +114,7 @@ def resume(payload: dict[str, Any]) -> dict[str, Any]:
         job = side.build(SEED + 77 + number)
         step = SYNC_STEP if name == SYNC else ASYNC_STEP
         answer["phases"][f"load {name}"] = meter.phase(
-            lambda job=job, name=name, step=step: checkpoint.load(job, side.folder / name, step)
+            lambda job=job, name=name, step=step: checkpointing.load(job, side.folder / name, step)
         )[1].to_dict()
         answer[f"{name} loaded"], conflicts = fingerprint(job)
         answer["conflicts"] += conflicts

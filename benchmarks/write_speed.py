@@ -110,9 +110,9 @@ class WithoutDigests:
 def variants(
     folder: Path, rank: int, state: dict[str, torch.Tensor]
 ) -> dict[str, Callable[[], None]]:
+    from vime_optim.files import fastfile
     from vime_optim.fixes import writer
     from vime_optim.registry import Installation
-    from vime_optim.writer import fastfile
 
     real_hash = fastfile.xxhash.xxh3_64
 
@@ -209,8 +209,8 @@ def main() -> None:
 
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # no compiler is needed to write files
     sys.path.insert(0, str(ROOT))
-    from vime_optim.megatron_source import resolve
     from vime_optim.simulate.triton_stub import provide_triton
+    from vime_optim.tools.megatron_source import resolve
 
     sys.path.insert(0, str(resolve(arguments.megatron)))
     provide_triton()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from vime_optim.megatron_source import RELEASES
+from vime_optim.tools.megatron_source import RELEASES
 
 ROOT = Path(__file__).parent.parent
 HEIGHT, GAP = 20, 6

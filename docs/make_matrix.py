@@ -2,7 +2,7 @@
 
     python -m docs.make_matrix RESULTS.json
 
-RESULTS.json is a list, or one object a line as `python -m vime_optim.verify.bench --json` prints
+RESULTS.json is a list, or one object a line as `python -m tests.bench --json` prints
 them: objects with the keys `case` (its compact spelling), `exact`, `sound` and `error`. Without an
 argument the page says that there are no results yet.
 """
@@ -15,7 +15,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from vime_optim import support
+from vime_optim.tools import support
 from vime_optim.verify.case import Case
 
 PAGE = Path(__file__).parent / "matrix.md"
@@ -31,7 +31,7 @@ HEAD = """# Support matrix
 
 Each cell counts cases that resume exactly with install(): train, save, load in fresh processes,
 train on, compare every bit with an uninterrupted run. The cases are in
-`vime_optim/verify/matrix.py`; `make matrix` runs them all, CI a spread of them. A cell counts the
+`tests/matrix.py`; `make matrix` runs them all, CI a spread of them. A cell counts the
 cases that were run, so an empty one says nothing. main is Megatron-LM's main branch of 2026-08-22
 (0.20.0); slime is the commit that slime and vime pin, with slime's patch.
 """

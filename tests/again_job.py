@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from vime_optim.verify import checkpoint, job
+from vime_optim.verify import checkpointing, job
 
 
 def resave(payload: dict[str, Any]) -> dict[str, Any]:
     _, built = job._start(payload, loading=True)
-    checkpoint.load(built, Path(payload["directory"]), payload["step"])
-    checkpoint.save(built, Path(payload["again"]), None)
+    checkpointing.load(built, Path(payload["directory"]), payload["step"])
+    checkpointing.save(built, Path(payload["again"]), None)
     return {"hits": {}}

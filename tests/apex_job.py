@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from vime_optim.backends.kinds import sub_optimizers
-from vime_optim.verify import checkpoint, job
+from vime_optim.optimizer.kinds import sub_optimizers
+from vime_optim.verify import checkpointing, job
 from vime_optim.verify.model import Job
 from vime_optim.verify.train import train
 
@@ -23,7 +23,7 @@ def resume_trained(payload: dict[str, Any]) -> dict[str, Any]:
     case, built = job._start(payload, loading=True)
     train(built, payload["step"] + 1)
     built.scheduler.num_steps = 0  # Megatron's scheduler adds what it loads to what it has
-    checkpoint.load(built, Path(payload["directory"]), payload["step"])
+    checkpointing.load(built, Path(payload["directory"]), payload["step"])
     memory = job._capture(payload, built, "loaded")
     train(built, case.total_steps)
     answer = job._finish(payload, built, "resumed")

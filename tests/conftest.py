@@ -15,7 +15,7 @@ from tests.skips import (  # noqa: F401
     pytest_runtest_makereport,
     pytest_terminal_summary,
 )
-from vime_optim.megatron_source import RELEASES, SOURCE_TREES, fetch
+from vime_optim.tools.megatron_source import RELEASES, SOURCE_TREES, fetch
 from vime_optim.verify.case import Case
 from vime_optim.verify.launch import ForkLauncher
 from vime_optim.verify.runner import Outcome, run_case

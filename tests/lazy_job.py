@@ -9,7 +9,7 @@ from vime_optim.verify import job
 
 def save(payload: dict[str, Any]) -> dict[str, Any]:
     """Save; also how many lazy values were made, and how often one was decoded as a whole."""
-    from vime_optim.reshard.lazy import LazyValue
+    from vime_optim.files.lazy import LazyValue
     from vime_optim.simulate.device import LEDGER
 
     seen = {"made": 0, "decoded": 0, "blocks": 0, "build_bytes": -1}

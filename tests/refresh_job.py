@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from vime_optim.backends.kinds import owned_params, param_name
-from vime_optim.backends.slots import master_slot
-from vime_optim.verify import checkpoint, job
+from vime_optim.optimizer.kinds import owned_params, param_name
+from vime_optim.optimizer.slots import master_slot
+from vime_optim.verify import checkpointing, job
 from vime_optim.verify.train import train
 
 STAND_IN = Path(__file__).parent / "stand_in"
@@ -22,7 +22,7 @@ NEMO = "nemo_rl.models.megatron.setup"
 def resume(payload: dict[str, Any]) -> dict[str, Any]:
     """A refresh after the load changes nothing; one after other weights came takes those."""
     case, built = job._start(payload, loading=True)
-    checkpoint.load(built, Path(payload["directory"]), payload["step"])
+    checkpointing.load(built, Path(payload["directory"]), payload["step"])
     restored = _masters(built)
     moved = {}
     for name, refresh in _ways(built).items():

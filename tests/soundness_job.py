@@ -9,7 +9,7 @@ import torch
 
 import vime_optim
 from vime_optim.errors import OptimizerStateError
-from vime_optim.verify import checkpoint, job
+from vime_optim.verify import checkpointing, job
 
 
 def _complaint(optimizer: Any) -> str:
@@ -23,7 +23,7 @@ def _complaint(optimizer: Any) -> str:
 def check(payload: dict[str, Any]) -> dict[str, Any]:
     """Load and check; then alias two moments, and make one a view of something larger."""
     _, built = job._start(payload, loading=True)
-    checkpoint.load(built, Path(payload["directory"]), payload["step"])
+    checkpointing.load(built, Path(payload["directory"]), payload["step"])
     answers = {"sound": _complaint(built.optimizer)}
     inner = job.members(built)[0].optimizer
     state = next(s for s in inner.state.values() if "exp_avg" in s)

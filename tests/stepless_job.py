@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vime_optim.backends.kinds import sub_optimizers
+from vime_optim.optimizer.kinds import sub_optimizers
 from vime_optim.verify import job
 from vime_optim.verify.model import Job
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from vime_optim.backends.kinds import is_stub, owned_params, param_name
-from vime_optim.backends.slots import slots_of
-from vime_optim.backends.steps import read_step
+from vime_optim.optimizer.kinds import is_stub, owned_params, param_name
+from vime_optim.optimizer.slots import slots_of
+from vime_optim.optimizer.steps import read_step
 from vime_optim.verify import job
 from vime_optim.verify.train import train
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from vime_optim import doctor, megatron_source
 from vime_optim.simulate.bootstrap import bootstrap_env, without_gpu
+from vime_optim.tools import doctor, megatron_source
 from vime_optim.verify import command
 
 ROOT = Path(__file__).parent.parent
@@ -77,7 +77,7 @@ def test_a_download_is_said(
 
 SHOWS = """
 import time
-from vime_optim.checkpoint.progress import activity
+from vime_optim.tools.progress import activity
 with activity("importing") as tell:
     tell("training and saving")
     time.sleep(0.4)

@@ -17,16 +17,16 @@ import pytest
 import torch
 
 from tests.conftest import LauncherPool
-from vime_optim.backends.groups import GroupsOnly
-from vime_optim.backends.inert import _ensure
-from vime_optim.backends.kinds import is_apex, is_native, is_transformer_engine
-from vime_optim.backends.steps import read_step, steps_as_numbers, write_step
 from vime_optim.errors import OptimizerStateError, SettingsError
+from vime_optim.optimizer.fresh_state import _ensure
+from vime_optim.optimizer.groups_only import GroupsOnly
+from vime_optim.optimizer.kinds import is_apex, is_native, is_transformer_engine
+from vime_optim.optimizer.soundness import _check_groups
+from vime_optim.optimizer.steps import read_step, steps_as_numbers, write_step
 from vime_optim.simulate import apex_adam, device
 from vime_optim.simulate import fused_adam as te
 from vime_optim.simulate.apex_adam import FusedAdam
 from vime_optim.simulate.megatron import _hide_optimizers_modules, _show_apex_modules
-from vime_optim.soundness import _check_groups
 from vime_optim.verify.case import Case
 from vime_optim.verify.compare import compare, load_state
 

@@ -11,13 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vime_optim.backends import slots
-from vime_optim.backends.foreign import _remainders
-from vime_optim.backends.groups import GroupsOnly, clean_group, load_groups
-from vime_optim.backends.inert import _ensure
-from vime_optim.backends.slots import RemainderSlot, Slot
-from vime_optim.backends.steps import read_step, write_step
 from vime_optim.errors import CheckpointError, OptimizerStateError
+from vime_optim.optimizer import slots
+from vime_optim.optimizer.fresh_state import _ensure
+from vime_optim.optimizer.groups_only import GroupsOnly, clean_group, load_groups
+from vime_optim.optimizer.slots import RemainderSlot, Slot
+from vime_optim.optimizer.steps import read_step, write_step
+from vime_optim.optimizer.stock_state import _remainders
 
 
 def bits(tensor: torch.Tensor) -> list[int]:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from vime_optim.errors import PlanError
+from vime_optim.files.reading import Source
 from vime_optim.reshard.coded import CodedShard, Read, load_shards, shard_of, with_memory
-from vime_optim.reshard.reading import Source
 
 CPU = torch.device("cpu")
 NUMEL = 24

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vime_optim.reshard import cover
-from vime_optim.reshard.cover import find_fault
+from vime_optim.files import cover
+from vime_optim.files.cover import find_fault
 
 
 def brute_force(lo, hi, shape):

@@ -16,10 +16,10 @@ import yaml
 
 from benchmarks import save_load, stall, topology8
 from docs import generate, make_matrix
+from tests.matrix import COLUMNS, spread
 from vime_optim import __version__, cli, hooks
 from vime_optim.fixes import FIXES
 from vime_optim.fixes import writer as writer_fixes
-from vime_optim.verify.matrix import COLUMNS, spread
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md"), ROOT / "patches" / "README.md"])

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from vime_optim import cli, doctor
-from vime_optim.megatron_source import fetch
+from vime_optim import cli
+from vime_optim.tools import doctor
+from vime_optim.tools.megatron_source import fetch
 
 
 @pytest.fixture

@@ -11,16 +11,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from vime_optim.errors import PlanError
-from vime_optim.reshard.buffers import Buffer, ParallelLayout, build_buffer
-from vime_optim.reshard.estimate import (
+from vime_optim.reshard.plan import Target, check_cover, check_local, digest, union_keys
+from vime_optim.tools.estimate.buffers import Buffer, ParallelLayout, build_buffer
+from vime_optim.tools.estimate.ranks import (
     STATES,
     CoverCheck,
     JobPlanner,
     estimate_job,
     stock_cost,
 )
-from vime_optim.reshard.plan import Target, check_cover, check_local, digest, union_keys
-from vime_optim.reshard.shapes import PRESETS, ModelParam, ModelShape, ModelSplit
+from vime_optim.tools.estimate.shapes import PRESETS, ModelParam, ModelShape, ModelSplit
 
 TINY = ModelShape("tiny", 2, 24, 4, 2, 6, 20, 50, vocab_multiple=1)
 TINY_TIED = replace(TINY, tied=True)

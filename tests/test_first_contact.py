@@ -11,7 +11,7 @@ import textwrap
 from pathlib import Path
 
 from vime_optim import __version__
-from vime_optim.megatron_source import fetch
+from vime_optim.tools.megatron_source import fetch
 
 ROOT = Path(__file__).parent.parent
 

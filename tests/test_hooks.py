@@ -13,7 +13,7 @@ import pytest
 
 from vime_optim import run as run_module
 from vime_optim.errors import SettingsError
-from vime_optim.megatron_source import fetch
+from vime_optim.tools.megatron_source import fetch
 
 ROOT = Path(__file__).parent.parent
 

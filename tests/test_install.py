@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from vime_optim.megatron_source import fetch
+from vime_optim.tools.megatron_source import fetch
 
 ROOT = Path(__file__).parent.parent
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from tests.conftest import LauncherPool
-from vime_optim.backends.slots import RemainderSlot, ScaledSlot, Slot
-from vime_optim.reshard.lazy import LazyValue
+from vime_optim.files import fastfile
+from vime_optim.files.lazy import LazyValue
+from vime_optim.optimizer.slots import RemainderSlot, ScaledSlot, Slot
 from vime_optim.simulate import device as simulated
 from vime_optim.simulate.float8 import Float8Quantizer
 from vime_optim.verify.case import Case
-from vime_optim.writer import fastfile
 
 NUMEL = 1000
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import LauncherPool
-from vime_optim.megatron_source import RELEASES
+from vime_optim.tools.megatron_source import RELEASES
 from vime_optim.verify.case import Case
 from vime_optim.verify.compare import compare, load_state
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.test_install import run_script
-from vime_optim.backends.matching import match_groups
 from vime_optim.errors import CheckpointError
-from vime_optim.megatron_source import RELEASES, fetch
+from vime_optim.optimizer.matching import match_groups
+from vime_optim.tools.megatron_source import RELEASES, fetch
 
 OLD_KEYS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 NEW_KEYS = (*OLD_KEYS, "max_lr", "min_lr")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from vime_optim import megatron_source
 from vime_optim.errors import VerifyError
-from vime_optim.megatron_source import RELEASES, resolve
+from vime_optim.tools import megatron_source
+from vime_optim.tools.megatron_source import RELEASES, resolve
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_processes_that_fetch_at_once_share_one_download(tmp_path: Path, cache: 
     wheel = _wheel(tmp_path, {"megatron/core/__init__.py": ""})
     script = (
         "import pathlib, shutil, sys, time\n"
-        "from vime_optim import megatron_source as source\n"
+        "from vime_optim.tools import megatron_source as source\n"
         "def download(release, folder):\n"
         "    with open(sys.argv[2], 'a') as log: log.write('x')\n"
         "    time.sleep(0.3)\n"

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from vime_optim import __version__, cli, patch_files
+from vime_optim import __version__, cli
 from vime_optim.errors import SettingsError, VimeOptimError
-from vime_optim.megatron_source import RELEASES
+from vime_optim.tools import patch_files
+from vime_optim.tools.megatron_source import RELEASES
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -10,7 +10,7 @@ import pytest
 
 from tests.conftest import LauncherPool
 from tests.test_install import run_script
-from vime_optim.megatron_source import fetch
+from vime_optim.tools.megatron_source import fetch
 from vime_optim.verify.case import Case
 from vime_optim.verify.compare import compare, load_state
 

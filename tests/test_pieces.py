@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vime_optim.reshard.pieces import combs, cut
+from vime_optim.files.pieces import combs, cut
 
 
 @st.composite

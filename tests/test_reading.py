@@ -17,21 +17,22 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, loa
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from tests.memory import counted
-from vime_optim import installer
+from vime_optim.counters import counters
 from vime_optim.errors import CheckpointError
-from vime_optim.reshard import frames, reading, storage
+from vime_optim.files import frames, reading
+from vime_optim.files.fastfile import write_file
+from vime_optim.files.reading import BoxReader, Source
+from vime_optim.reshard import storage
 from vime_optim.reshard.coded import CodedShard, Read, load_shards
-from vime_optim.reshard.reading import BoxReader, Source
-from vime_optim.writer.fastfile import write_file
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
 
 
 @pytest.fixture
 def no_counters() -> Iterator[None]:
-    installer.counters.clear()
+    counters.clear()
     yield
-    installer.counters.clear()
+    counters.clear()
 
 
 def numbers(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -218,7 +219,7 @@ def test_a_checkpoint_of_stock_torch_loads_exactly(tmp_path: Path, no_counters: 
         if key != "bytes":
             assert torch.equal(loaded[key], value), key
     # Only the tensor whose elements are not stored in its own order.
-    assert sum(installer.counters.values()) == 1
+    assert sum(counters.values()) == 1
 
 
 def item_of(folder: Path, key: str) -> tuple[Path, int, int]:
@@ -252,7 +253,7 @@ def test_a_corrupted_archive_raises_with_its_name_and_key(
     path.write_bytes(data)
     with pytest.raises(BaseException, match=f"{path.name}: moment"):
         load_with_ours({"moment": torch.zeros(30, 20)}, tmp_path)
-    assert sum(installer.counters.values()) == 1  # torch was asked as well
+    assert sum(counters.values()) == 1  # torch was asked as well
 
 
 def test_another_reader_is_left_alone(tmp_path: Path) -> None:

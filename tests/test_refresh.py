@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.conftest import LauncherPool
-from vime_optim.backends.refresh import is_rounded_to
+from vime_optim.optimizer.refresh import is_rounded_to
 from vime_optim.verify.case import Case
 from vime_optim.verify.compare import compare, load_state
 

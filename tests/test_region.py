@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vime_optim.errors import PlanError
-from vime_optim.reshard.region import Box, box_flat_range, boxes_of_range, intersect
+from vime_optim.files.region import Box, box_flat_range, boxes_of_range, intersect
 
 shapes = st.lists(st.integers(0, 4), max_size=5).map(tuple)
 full_shapes = st.lists(st.integers(1, 4), max_size=5).map(tuple)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import LauncherPool
 from vime_optim.errors import VerifyError
-from vime_optim.megatron_source import RELEASES
+from vime_optim.tools.megatron_source import RELEASES
 from vime_optim.verify.case import Case
 from vime_optim.verify.runner import CaseRun, Outcome, record_error
 

@@ -8,10 +8,10 @@ from math import prod
 import pytest
 
 from vime_optim.errors import PlanError
-from vime_optim.reshard.buffers import ParallelLayout
-from vime_optim.reshard.estimate import JobPlanner
 from vime_optim.reshard.plan import Target
-from vime_optim.reshard.shapes import PRESETS, ModelShape, ModelSplit, model_params
+from vime_optim.tools.estimate.buffers import ParallelLayout
+from vime_optim.tools.estimate.ranks import JobPlanner
+from vime_optim.tools.estimate.shapes import PRESETS, ModelShape, ModelSplit, model_params
 
 TINY = ModelShape("tiny", 2, 24, 4, 2, 6, 20, 50, vocab_multiple=1)
 TINY_TIED = replace(TINY, tied=True)

@@ -32,7 +32,7 @@ def simulated() -> Iterator[None]:
 @pytest.fixture
 def megatron_path() -> str:
     """A folder with megatron-core: VIME_OPTIM_MEGATRON_DIR, else release 0.16.1."""
-    from vime_optim.megatron_source import resolve
+    from vime_optim.tools.megatron_source import resolve
 
     return str(resolve(os.environ.get("VIME_OPTIM_MEGATRON_DIR", "0.16.1")))
 

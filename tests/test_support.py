@@ -12,8 +12,8 @@ import torch.distributed.checkpoint as dcp
 from packaging.version import Version
 
 from tests.clients import trees
-from vime_optim import support
-from vime_optim.megatron_source import RELEASES, fetch
+from vime_optim.tools import support
+from vime_optim.tools.megatron_source import RELEASES, fetch
 
 ROOT = Path(__file__).parent.parent
 GOOD = {"torch": "2.13.0+cpu", "python": (3, 12), "has_training": True, "nvrx": None}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from test_install import run_script
 
-from vime_optim.megatron_source import fetch
+from vime_optim.tools.megatron_source import fetch
 
 OPTIMIZER = "megatron/core/optimizer/optimizer.py"
 DISTRIBUTED = "megatron/core/optimizer/distrib_optimizer.py"

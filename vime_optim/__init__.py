@@ -82,6 +82,6 @@ def check_optimizer(optimizer: Any) -> None:
     Checks, for every parameter: no two states share storage, none holds more bytes than it has,
     and dtype, device and pinning are what the optimizer would have made itself.
     """
-    from vime_optim.soundness import check_optimizer as check
+    from vime_optim.optimizer.soundness import check_optimizer as check
 
     check(optimizer)

@@ -64,7 +64,7 @@ def build_parser(command: str | None) -> tuple[argparse.ArgumentParser, dict[str
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     runners: dict[str, Run] = {}
     if command in _CHECKPOINT_COMMANDS:
-        from vime_optim.checkpoint import cli as checkpoint_cli
+        from vime_optim.tools import commands as checkpoint_cli
 
         checkpoint_cli.add_arguments(subparsers)
         runners.update(dict.fromkeys(_CHECKPOINT_COMMANDS, checkpoint_cli.run))
@@ -85,7 +85,7 @@ def _verify(parser: argparse.ArgumentParser) -> Run:
 
 
 def _plan(parser: argparse.ArgumentParser) -> Run:
-    from vime_optim.reshard.estimate_cli import add_plan_arguments, run_plan
+    from vime_optim.tools.estimate.command import add_plan_arguments, run_plan
 
     add_plan_arguments(parser)
     return run_plan
@@ -106,7 +106,7 @@ def _run_status(args: argparse.Namespace) -> int:
     from vime_optim.installer import import_targets
 
     if args.megatron is not None:
-        from vime_optim.megatron_source import resolve
+        from vime_optim.tools.megatron_source import resolve
 
         sys.path.insert(0, str(resolve(args.megatron)))
     found = find_megatron() is not None
@@ -135,14 +135,14 @@ def _run_status(args: argparse.Namespace) -> int:
 
 
 def _doctor(parser: argparse.ArgumentParser) -> Run:
-    from vime_optim.doctor import add_doctor_arguments, run_doctor
+    from vime_optim.tools.doctor import add_doctor_arguments, run_doctor
 
     add_doctor_arguments(parser)
     return run_doctor
 
 
 def _patches(parser: argparse.ArgumentParser) -> Run:
-    from vime_optim.patch_files import add_patches_arguments, run_patches
+    from vime_optim.tools.patch_files import add_patches_arguments, run_patches
 
     add_patches_arguments(parser)
     return run_patches

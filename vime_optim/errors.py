@@ -122,3 +122,8 @@ class WriterError(VimeOptimError):
 
 class VerifyError(VimeOptimError):
     """A verify job could not be run (not: it ran and found a difference)."""
+
+
+def printable(text: str) -> str:
+    """Text without control characters: names in a checkpoint may hold terminal escapes."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)

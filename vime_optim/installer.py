@@ -6,11 +6,11 @@ import logging
 import os
 import sys
 import threading
-from collections import Counter
 from typing import Any
 
 import vime_optim
 from vime_optim import compat, log, settings
+from vime_optim.counters import counters
 from vime_optim.errors import SettingsError
 from vime_optim.installation import Installation
 from vime_optim.registry import Verdict, select
@@ -18,9 +18,6 @@ from vime_optim.report import NOT_FOUND, Report, Row
 
 _lock = threading.RLock()
 _installation: Installation | None = None
-
-counters: Counter[str] = Counter()
-"""Facts that fixes count while running; shown by status()."""
 
 
 def install(**arguments: Any) -> Report:

@@ -56,16 +56,16 @@ def _fused_adam_named_as_te_names_it() -> Iterator[None]:
 
 def save(payload: dict[str, Any]) -> dict[str, Any]:
     """Trains and saves with stock megatron-core."""
-    from vime_optim.verify import checkpoint, job
+    from vime_optim.verify import checkpointing, job
 
     _shrink()
-    stock_save = checkpoint.save
+    stock_save = checkpointing.save
 
     def save_under_te_names(*args: Any) -> None:
         with _fused_adam_named_as_te_names_it():
             stock_save(*args)
 
-    checkpoint.save = save_under_te_names
+    checkpointing.save = save_under_te_names
     return job.save(payload)
 
 
@@ -81,11 +81,11 @@ def load_and_save(payload: dict[str, Any]) -> dict[str, Any]:
     """Loads `directory` into a fresh job and saves it at once below `saved`."""
     from pathlib import Path
 
-    from vime_optim.verify import checkpoint, job
+    from vime_optim.verify import checkpointing, job
 
     _shrink()
     _, made = job._start(payload, loading=True)
-    checkpoint.load(made, Path(payload["directory"]), payload["step"])
+    checkpointing.load(made, Path(payload["directory"]), payload["step"])
     with _fused_adam_named_as_te_names_it():
-        checkpoint.save(made, Path(payload["saved"]), None)
+        checkpointing.save(made, Path(payload["saved"]), None)
     return {"iteration": made.iteration}

@@ -14,13 +14,14 @@ import torch
 
 from tests.checkpoint.synthetic import write_dcp
 from tests.durable import recorded
-from vime_optim.checkpoint.export import export_checkpoint
-from vime_optim.checkpoint.importer import import_checkpoint
-from vime_optim.checkpoint.repair import repair_checkpoint
+from vime_optim.commit import sessions
+from vime_optim.commit.sessions import SaveSession
 from vime_optim.errors import CheckpointError
-from vime_optim.writer import commit, fastfile
-from vime_optim.writer.commit import SaveSession
-from vime_optim.writer.manifest import MANIFEST_NAME, Manifest, read_manifest
+from vime_optim.files import fastfile
+from vime_optim.files.manifest import MANIFEST_NAME, Manifest, read_manifest
+from vime_optim.tools.export import export_checkpoint
+from vime_optim.tools.importer import import_checkpoint
+from vime_optim.tools.repair import repair_checkpoint
 
 Unpack = Callable[[str], Path]
 
@@ -90,7 +91,7 @@ def test_the_mark_of_a_whole_checkpoint_is_synced_with_its_directory(tmp_path: P
     (tmp_path / "metadata.json").write_text("{}")
     session = SaveSession(str(tmp_path))
     with recorded() as calls:
-        commit.rank0_step(session, "metadata.json", lambda: None)
+        sessions.rank0_step(session, "metadata.json", lambda: None)
     assert session.error is None
     assert calls.events[-1] == ("sync", str(tmp_path))
     found = read_manifest(tmp_path)
@@ -105,7 +106,7 @@ def test_a_checkpoint_whose_manifest_cannot_be_written_is_not_declared_whole(
     (tmp_path / "metadata.json").write_text("{}")
     session = SaveSession(str(tmp_path))
     with recorded(fail_at=0):
-        commit.rank0_step(session, "metadata.json", lambda: None)
+        sessions.rank0_step(session, "metadata.json", lambda: None)
     assert session.error is not None
     assert not (tmp_path / "metadata.json").exists()
 
@@ -117,8 +118,8 @@ def test_nothing_follows_a_step_that_failed(tmp_path: Path) -> None:
     def fail() -> None:
         raise OSError("no")
 
-    commit.rank0_step(session, "common.pt", fail)
-    commit.rank0_step(session, "metadata.json", lambda: done.append("declared whole"))
+    sessions.rank0_step(session, "common.pt", fail)
+    sessions.rank0_step(session, "metadata.json", lambda: done.append("declared whole"))
     assert done == []
     assert "no" in str(session.error)
 

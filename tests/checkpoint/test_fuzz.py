@@ -23,13 +23,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from tests.checkpoint.broken import saved, write_checkpoint
-from vime_optim.checkpoint.dcp_metadata import parse_metadata
-from vime_optim.checkpoint.diff import diff_checkpoints
-from vime_optim.checkpoint.inspect import inspect_checkpoint
-from vime_optim.checkpoint.items import FileWindow, read_layout
-from vime_optim.checkpoint.safe_load import load_common
-from vime_optim.checkpoint.safetensors_io import read_header
 from vime_optim.errors import CheckpointError
+from vime_optim.files.dcp_metadata import parse_metadata
+from vime_optim.files.items import FileWindow, read_layout
+from vime_optim.files.safe_load import load_common
+from vime_optim.tools.diff import diff_checkpoints
+from vime_optim.tools.inspect import inspect_checkpoint
+from vime_optim.tools.safetensors_io import read_header
 
 SLOW = settings(
     max_examples=150,

@@ -21,14 +21,14 @@ from torch.distributed.checkpoint.metadata import (
 
 from tests.checkpoint.broken import saved, write_checkpoint
 from tests.checkpoint.conftest import Unpack
-from vime_optim.checkpoint.cli import main
-from vime_optim.checkpoint.dcp_metadata import parse_metadata
-from vime_optim.checkpoint.inert import inert_class
-from vime_optim.checkpoint.inspect import inspect_checkpoint
-from vime_optim.checkpoint.reader import Checkpoint
-from vime_optim.checkpoint.safe_load import load_common, save_common
-from vime_optim.checkpoint.safetensors_io import INDEX_NAME, open_tensors
 from vime_optim.errors import CheckpointError
+from vime_optim.files.dcp_metadata import parse_metadata
+from vime_optim.files.safe_load import load_common, save_common
+from vime_optim.files.stand_ins import inert_class
+from vime_optim.tools.commands import main
+from vime_optim.tools.inspect import inspect_checkpoint
+from vime_optim.tools.reader import Checkpoint
+from vime_optim.tools.safetensors_io import INDEX_NAME, open_tensors
 
 
 class Bomb:

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.checkpoint.synthetic import write_dcp
-from vime_optim.checkpoint.boxes import tiles
-from vime_optim.checkpoint.diff import DIFFERENT, EQUAL, diff_checkpoints
-from vime_optim.checkpoint.export import export_checkpoint
-from vime_optim.checkpoint.inspect import inspect_checkpoint
-from vime_optim.checkpoint.logical import View, open_view
-from vime_optim.checkpoint.reader import Checkpoint
 from vime_optim.errors import CheckpointError
+from vime_optim.files.boxes import tiles
+from vime_optim.tools.diff import DIFFERENT, EQUAL, diff_checkpoints
+from vime_optim.tools.export import export_checkpoint
+from vime_optim.tools.inspect import inspect_checkpoint
+from vime_optim.tools.logical import View, open_view
+from vime_optim.tools.reader import Checkpoint
 
 STEM = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32)."
 
@@ -165,7 +165,7 @@ def test_inspect_shows_the_recorded_parallel_layout(tmp_path: Path) -> None:
 
 
 def test_an_export_holds_no_pipes_and_links(tmp_path: Path) -> None:
-    from vime_optim.checkpoint.importer import import_checkpoint
+    from vime_optim.tools.importer import import_checkpoint
 
     source = write_dcp(tmp_path / "c", {"w": torch.ones(2)})
     for name in ("common.pt", "state-00001-of-00001.safetensors", "state.safetensors.index.json"):

@@ -12,8 +12,8 @@ import torch
 
 from tests.checkpoint.synthetic import write_dcp, write_synthetic
 from tests.memory import counted
-from vime_optim.checkpoint import cli
-from vime_optim.checkpoint.reader import Checkpoint
+from vime_optim.tools import commands
+from vime_optim.tools.reader import Checkpoint
 
 MIB = 1 << 20
 BUDGET = 32 * MIB
@@ -53,7 +53,7 @@ def exported(large: Paths, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(words: list[str]) -> int:
     with contextlib.redirect_stdout(io.StringIO()):
-        return cli.main(words)
+        return commands.main(words)
 
 
 def peak_bytes(words: list[str]) -> int:

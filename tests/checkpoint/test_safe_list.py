@@ -6,7 +6,7 @@ stock megatron-core writes; say which in the commit.
 
 from __future__ import annotations
 
-from vime_optim.checkpoint import safe_load
+from vime_optim.files import safe_load
 
 OPTIMIZERS = {
     "apex.optimizers.fused_adam.FusedAdam",

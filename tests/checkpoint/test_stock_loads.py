@@ -9,10 +9,10 @@ import pytest
 
 from tests.checkpoint.conftest import Unpack
 from tests.conftest import LauncherPool
-from vime_optim.checkpoint.diff import EQUAL, diff_checkpoints
-from vime_optim.checkpoint.export import export_checkpoint
-from vime_optim.checkpoint.importer import import_checkpoint
-from vime_optim.checkpoint.repair import repair_checkpoint
+from vime_optim.tools.diff import EQUAL, diff_checkpoints
+from vime_optim.tools.export import export_checkpoint
+from vime_optim.tools.importer import import_checkpoint
+from vime_optim.tools.repair import repair_checkpoint
 from vime_optim.verify.case import Case
 from vime_optim.verify.launch import RankFailure
 

@@ -13,18 +13,18 @@ from safetensors.torch import load_file
 
 from tests.checkpoint.broken import write_checkpoint
 from tests.checkpoint.conftest import NAMES, Unpack
-from vime_optim.checkpoint import load_safetensors
-from vime_optim.checkpoint.cli import main
-from vime_optim.checkpoint.common import optimizer_children
-from vime_optim.checkpoint.diff import CANNOT_SAY, DIFFERENT, EQUAL, diff_checkpoints
-from vime_optim.checkpoint.export import export_checkpoint
-from vime_optim.checkpoint.importer import import_checkpoint
-from vime_optim.checkpoint.inspect import inspect_checkpoint
-from vime_optim.checkpoint.logical import open_view
-from vime_optim.checkpoint.reader import Checkpoint
-from vime_optim.checkpoint.repair import repair_checkpoint
-from vime_optim.checkpoint.safe_load import load_common, save_common
 from vime_optim.errors import CheckpointError
+from vime_optim.files.safe_load import load_common, save_common
+from vime_optim.tools import load_safetensors
+from vime_optim.tools.commands import main
+from vime_optim.tools.common import optimizer_children
+from vime_optim.tools.diff import CANNOT_SAY, DIFFERENT, EQUAL, diff_checkpoints
+from vime_optim.tools.export import export_checkpoint
+from vime_optim.tools.importer import import_checkpoint
+from vime_optim.tools.inspect import inspect_checkpoint
+from vime_optim.tools.logical import open_view
+from vime_optim.tools.reader import Checkpoint
+from vime_optim.tools.repair import repair_checkpoint
 
 HEALTHY = [name for name in NAMES if not name.startswith(("f2", "f3", "f9"))]
 
@@ -284,7 +284,7 @@ def test_export_chooses_and_converts(stock: Unpack, tmp_path: Path) -> None:
 def test_an_interrupted_export_goes_on(
     stock: Unpack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vime_optim.checkpoint import export
+    from vime_optim.tools import export
 
     source, out = stock("full_0.16.1"), tmp_path / "out"
     whole = export_checkpoint(source, tmp_path / "whole", shard_bytes=4096)
@@ -323,7 +323,7 @@ def test_import_from_another_trainer(stock: Unpack, tmp_path: Path) -> None:
 
 def test_buckets_without_a_layout_go_and_come_back(copy_of: Unpack, tmp_path: Path) -> None:
     """No weights to prove the layout by: the buckets cross as they are."""
-    from vime_optim.checkpoint import logical
+    from vime_optim.tools import logical
 
     source = copy_of("dp_0.16.1")
     original = logical.derive_layout

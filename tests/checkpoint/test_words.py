@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from tests.checkpoint.conftest import Unpack
 from vime_optim import cli
-from vime_optim.checkpoint.common import GroupSource, OptimizerFacts
+from vime_optim.tools.common import GroupSource, OptimizerFacts
 
 Capture = pytest.CaptureFixture[str]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from vime_optim.backends.groups import saved_step
-from vime_optim.checkpoint.inert import inert_class
 from vime_optim.errors import CheckpointError
+from vime_optim.files.stand_ins import inert_class
 from vime_optim.fixes.common_state import mend_common_state
+from vime_optim.optimizer.groups_only import saved_step
 
 CLASS = inert_class("torch.optim.adamw.AdamW")
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from vime_optim.verify import checkpoint, job
+from vime_optim.verify import checkpointing, job
 from vime_optim.verify.capture import chained
 from vime_optim.verify.model import Job
 from vime_optim.verify.train import train
@@ -37,8 +37,8 @@ def rounds(payload: dict[str, Any]) -> dict[str, Any]:
     torch.cuda.synchronize()
     seen = [{"device_bytes": torch.cuda.memory_allocated(), **_host_tensors(built)}]
     for _ in range(payload["rounds"]):
-        checkpoint.save(built, directory, None)
-        checkpoint.load(built, directory, built.iteration)
+        checkpointing.save(built, directory, None)
+        checkpointing.load(built, directory, built.iteration)
         gc.collect()
         torch.cuda.synchronize()
         seen.append({"device_bytes": torch.cuda.memory_allocated(), **_host_tensors(built)})

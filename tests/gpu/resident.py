@@ -201,7 +201,7 @@ class ResidentPool:
         self._launcher: ResidentLauncher | None = None
 
     def get(self, release: str) -> ResidentLauncher:
-        from vime_optim.megatron_source import resolve
+        from vime_optim.tools.megatron_source import resolve
 
         if self._launcher is None or release != self._release:
             self.close()

@@ -13,7 +13,7 @@ import pytest
 import resident as gpu
 import torch
 
-from vime_optim.backends.kinds import is_apex, is_transformer_engine
+from vime_optim.optimizer.kinds import is_apex, is_transformer_engine
 
 pytestmark = pytest.mark.gpu
 

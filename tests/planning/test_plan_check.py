@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from vime_optim.fixes import planning as fix
-from vime_optim.planning import boxes, cover
+from vime_optim.planning import global_check, overlap
 
 PROPERTIES = TensorProperties(dtype=torch.float32)
 
@@ -111,7 +111,7 @@ def test_verdicts_are_torchs(tensor, ranks, data):
     plans = plans_of(shape, held, ranks)
     metadata = metadata_of(plans)
     theirs = default_planner._validate_global_plan(plans, metadata)
-    verdict = cover.check(plans, metadata.state_dict_metadata)
+    verdict = global_check.check(plans, metadata.state_dict_metadata)
     assert not verdict.unproved
     assert (not verdict.faults) == (not theirs) == all_pairs(plans, metadata)
 
@@ -155,7 +155,7 @@ def test_messages_name_key_ranks_and_boxes():
 
 
 def check(plans):
-    return cover.check(plans, metadata_of(plans).state_dict_metadata)
+    return global_check.check(plans, metadata_of(plans).state_dict_metadata)
 
 
 def test_what_is_strange_goes_to_torch():
@@ -168,7 +168,7 @@ def test_what_is_strange_goes_to_torch():
     metadata.state_dict_metadata["scalar"] = TensorStorageMetadata(
         PROPERTIES, torch.Size(()), [ChunkStorageMetadata(torch.Size(()), torch.Size(()))]
     )
-    verdict = cover.check(plans, metadata.state_dict_metadata)
+    verdict = global_check.check(plans, metadata.state_dict_metadata)
     assert set(verdict.unproved) >= {"odd", "scalar"}
     assert not verdict.faults
     asked = []
@@ -202,10 +202,10 @@ def test_chunks_that_all_span_the_longest_axis():
     plans = plans_of(shape, pieces, 64)
     metadata = metadata_of(plans)
     # torch takes minutes, as a check of pairs would here: pytest's limit for a test ends that.
-    assert cover.check(plans, metadata.state_dict_metadata) == cover.Verdict()
+    assert global_check.check(plans, metadata.state_dict_metadata) == global_check.Verdict()
     chunks = metadata.state_dict_metadata["w"].chunks
     chunks[777] = replace(chunks[777], offsets=chunks[778].offsets)
-    faults = cover.check(plans, metadata.state_dict_metadata).faults
+    faults = global_check.check(plans, metadata.state_dict_metadata).faults
     assert len(faults) == 1
     assert "overlapping" in faults[0]
 
@@ -224,9 +224,9 @@ def test_overlapping_pairs_against_all_pairs(data):
     (a_lo, a_hi), (b_lo, b_hi) = draw(6), draw(40)
     both = (a_lo[:, None] < b_hi) & (b_lo < a_hi[:, None])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(boxes, "_FEW", data.draw(st.integers(0, 3)))
-        patch.setattr(boxes, "_PAIRS_AT_ONCE", data.draw(st.integers(1, 50)))
-        pairs = boxes.overlapping_pairs(a_lo, a_hi, b_lo, b_hi)
+        patch.setattr(overlap, "_FEW", data.draw(st.integers(0, 3)))
+        patch.setattr(overlap, "_PAIRS_AT_ONCE", data.draw(st.integers(1, 50)))
+        pairs = overlap.overlapping_pairs(a_lo, a_hi, b_lo, b_hi)
     assert np.array_equal(np.stack(pairs, 1), np.argwhere(both.all(axis=2)))
 
 

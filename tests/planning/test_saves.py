@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import LauncherPool
-from vime_optim.megatron_source import RELEASES
+from vime_optim.tools.megatron_source import RELEASES
 
 QUICK = ("0.16.1", "0.19.2")
 

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from vime_optim.planning import packed
-from vime_optim.planning.plans import PackedPlan, pack_plan
+from vime_optim.planning.save_plans import PackedPlan, pack_plan
 from vime_optim.planning.whole import make_whole
 
 SHAPES = {"a": (4, 6), "b": (4, 6), "c": (8,), "d": (2, 3, 4), "scalar": ()}

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from tests.matrix import full, spread
 from vime_optim.errors import VerifyError
 from vime_optim.verify.case import Case
-from vime_optim.verify.matrix import full, spread
 
 
 def test_names_and_json_of_the_whole_matrix_read_back() -> None:

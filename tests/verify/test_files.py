@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from vime_optim.errors import CheckpointError
-from vime_optim.verify.files import TRACKER, find_checkpoint, iteration_dir, latest_iteration
+from vime_optim.verify.directory import TRACKER, find_checkpoint, iteration_dir, latest_iteration
 
 
 def _checkpoint(directory: Path, iteration: int) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from vime_optim.errors import VerifyError
-from vime_optim.megatron_source import fetch
+from vime_optim.tools.megatron_source import fetch
 from vime_optim.verify.case import Case
 from vime_optim.verify.launch import RankFailure
 from vime_optim.verify.ray_launch import RayLauncher, check_socket_room

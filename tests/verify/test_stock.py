@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from vime_optim.megatron_source import RELEASES
+from vime_optim.tools.megatron_source import RELEASES
 from vime_optim.verify.explain import explain, faults
 from vime_optim.verify.runner import Outcome
 

@@ -30,8 +30,8 @@ def fail_writers(root: str, points: int, seed: int) -> list[str]:
     from tests.writer.failures import caught
     from tests.writer.scenarios import Trainer, check, gathered, rank
     from vime_optim.async_save import units
-    from vime_optim.writer.fastfile import DigestingFile
-    from vime_optim.writer.loadcheck import find_reason
+    from vime_optim.commit.load_check import find_reason
+    from vime_optim.files.fastfile import DigestingFile
 
     draw = random.Random(seed)  # the same on every rank
     real = DigestingFile.write_vector
@@ -87,7 +87,7 @@ def kill_rank(root: str, delay_s: float, is_async: bool, persistent: bool) -> No
 
 def judge_directories(root: Path) -> Counter[str]:
     from tests.writer.readback import differences
-    from vime_optim.writer.loadcheck import find_reason
+    from vime_optim.commit.load_check import find_reason
 
     found: Counter[str] = Counter()
     for directory in sorted(root.glob("iter_*")):
@@ -124,7 +124,7 @@ def kill_ranks(tree: Path, points: int, seed: int) -> Counter[str]:
 
 def flip_bits(tree: Path, count: int, seed: int) -> Counter[str]:
     """Flip or cut `count` times in one saved checkpoint, each on its own."""
-    from vime_optim.writer.manifest import verify_directory
+    from vime_optim.files.manifest import verify_directory
 
     found: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as root:
@@ -150,7 +150,7 @@ def flip_bits(tree: Path, count: int, seed: int) -> Counter[str]:
 
 def _named(directory: Path, path: Path, position: int, verify: Any) -> str:
     from vime_optim.errors import CheckpointError
-    from vime_optim.writer.manifest import MANIFEST_NAME
+    from vime_optim.files.manifest import MANIFEST_NAME
 
     try:
         problems = verify(directory).problems

@@ -83,7 +83,7 @@ def block_writer_of_rank_1(root: Path, trainer: Trainer) -> Path:
 @contextmanager
 def writers(on_rank_1: Callable[[], object]) -> Iterator[None]:
     """Within it, the writers of rank 1 call a function before they write anything."""
-    from vime_optim.writer.fastfile import DigestingFile
+    from vime_optim.files.fastfile import DigestingFile
 
     real = DigestingFile.write_vector
 
@@ -329,11 +329,11 @@ def directory_replaced(root: Path, persistent: bool) -> dict[str, Any]:
 
 def file_removed(root: Path, persistent: bool) -> dict[str, Any]:
     """A data file is gone when all of it was written."""
-    from vime_optim.writer import commit
+    from vime_optim.commit import sessions
 
     trainer = Trainer(persistent=persistent)
     trainer.step()
-    usual = commit._failure_in
+    usual = sessions._failure_in
 
     def remove(*args: Any) -> Any:
         if rank() == 1:
@@ -341,11 +341,11 @@ def file_removed(root: Path, persistent: bool) -> dict[str, Any]:
                 path.unlink()
         return usual(*args)
 
-    commit._failure_in = remove
+    sessions._failure_in = remove
     try:
         raised = caught(lambda: trainer.save(root, is_async=False))
     finally:
-        commit._failure_in = usual
+        sessions._failure_in = usual
     return {"raised": raised, "finished": _finished(root)}
 
 

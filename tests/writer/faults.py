@@ -12,7 +12,7 @@ import re
 import time
 from pathlib import Path
 
-from vime_optim.writer import fastfile
+from vime_optim.files import fastfile
 
 _real_create_new = fastfile.create_new
 

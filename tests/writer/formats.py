@@ -138,9 +138,9 @@ class Job:
 
     def bits(self) -> dict[str, torch.Tensor]:
         """Parameters, and masters, moments and steps of this rank's shards."""
-        from vime_optim.backends.kinds import owned_params, param_name
-        from vime_optim.backends.slots import slots_of
-        from vime_optim.backends.steps import read_step
+        from vime_optim.optimizer.kinds import owned_params, param_name
+        from vime_optim.optimizer.slots import slots_of
+        from vime_optim.optimizer.steps import read_step
 
         found = {name: p.detach().cpu().clone() for name, p in self.model.named_parameters()}
         members = getattr(self.optimizer, "chained_optimizers", [self.optimizer])

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from vime_optim.writer.manifest import MANIFEST_MARK, MANIFEST_NAME, _check_of
+from vime_optim.files.manifest import MANIFEST_MARK, MANIFEST_NAME, _check_of
 
 SIGN = "went_off"
 Change = Callable[[Path], None]

@@ -45,7 +45,7 @@ if os.environ.get("VIME_OPTIM_TEST_RANKS"):
 
 def tree_of(version: str) -> Path:
     """The unpacked megatron-core of a release."""
-    from vime_optim.megatron_source import resolve
+    from vime_optim.tools.megatron_source import resolve
 
     return Path(resolve(version))
 

@@ -26,7 +26,7 @@ from tests.writer.launch import launch, results, tree_of
 def overlap(root: str, saves: int, seed: int) -> dict[str, Any]:
     """The scenario: what this rank found, and how often updates copied or waited."""
     from tests.writer.scenarios import Trainer, _counters, _use, check, rank
-    from vime_optim.writer.fastfile import DigestingFile
+    from vime_optim.files.fastfile import DigestingFile
 
     draw = random.Random(seed)  # the same on every rank
     pace = random.Random(seed + 1 + rank())

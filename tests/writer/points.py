@@ -168,7 +168,7 @@ def _judge(root: Path, tags: tuple[str, ...]) -> str:
     import torch
 
     from tests.writer.readback import differences
-    from vime_optim.writer.loadcheck import find_reason
+    from vime_optim.commit.load_check import find_reason
 
     folders = sorted(root.glob("iter_*"))
     if not folders:

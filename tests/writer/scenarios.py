@@ -169,9 +169,9 @@ class Trainer:
 
     def worker(self) -> Any:
         """The process that writes the last save."""
-        from vime_optim.async_save import foreign
+        from vime_optim.async_save import other_writers
 
-        return foreign.process_of(self.queue.async_calls[-1].async_caller)
+        return other_writers.process_of(self.queue.async_calls[-1].async_caller)
 
     def close(self) -> None:
         self.queue.close()
@@ -243,7 +243,7 @@ def check(directory: Path, expected: dict[str, Any]) -> list[str]:
 @contextmanager
 def held(seconds: float) -> Any:
     """Hold all writers for `seconds`, so that what comes next overlaps the write for certain."""
-    from vime_optim.writer.fastfile import DigestingFile
+    from vime_optim.files.fastfile import DigestingFile
 
     gate = threading.Event()
     real = DigestingFile.write_vector
@@ -294,7 +294,7 @@ def _sync_case(root: Path, install: bool, mode: str) -> dict[str, Any]:
     """Save device tensors while the training waits; how they got to the files."""
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-    from vime_optim.writer.window import HostWindow
+    from vime_optim.files.window import HostWindow
 
     trainer = Trainer(1 << 18, hybrid=False)
     _use("guard", 1 << 30, 32 << 20)

@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from vime_optim.async_save import units
-from vime_optim.async_save.order import UpdateOrder
-from vime_optim.writer import archive, fastfile, task
-from vime_optim.writer.window import HostWindow
+from vime_optim.commit import task
+from vime_optim.files import archive, fastfile
+from vime_optim.files.window import HostWindow
+from vime_optim.optimizer.update_order import UpdateOrder
 
 DTYPES = [
     torch.float32,

@@ -13,10 +13,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from vime_optim.async_save import foreign, guard
+from vime_optim.async_save import guard, other_writers
 from vime_optim.async_save.job import SaveJob
-from vime_optim.async_save.order import UpdateOrder, current_order
-from vime_optim.writer import task
+from vime_optim.commit import task
+from vime_optim.optimizer.update_order import UpdateOrder, current_order
 
 Schedule = Callable[[Any, Any], None]
 IsDone = Callable[..., bool]
@@ -36,7 +36,7 @@ def saves_of(caller: Any) -> deque[Any]:
 def schedule(original: Schedule, caller: Any, request: Any) -> None:
     """Start a save."""
     if request.async_fn is not None and request.async_fn is not task.run:
-        foreign.schedule(original, caller, request, saves_of(caller))
+        other_writers.schedule(original, caller, request, saves_of(caller))
         return
     job = _job_of(request)
     guard.start(job)
@@ -55,7 +55,7 @@ def is_done(original: IsDone, caller: Any, blocking: bool, no_dist: bool) -> boo
     """Whether the oldest save of this caller is through on all ranks; waits when `blocking`."""
     saves = saves_of(caller)
     if not saves or not isinstance(saves[0], SaveJob):
-        return foreign.is_done(original, caller, saves, blocking, no_dist)
+        return other_writers.is_done(original, caller, saves, blocking, no_dist)
     job = saves[0]
     if blocking:
         job.wait()
@@ -73,7 +73,7 @@ def close(original: Callable[..., None], caller: Any, abort: bool) -> None:
         for save in saves:
             save.abort("the save was aborted")
         saves.clear()
-    foreign.close(original, caller, abort)
+    other_writers.close(original, caller, abort)
 
 
 def abort_calls(calls: Any) -> None:
@@ -87,7 +87,7 @@ def finish_all() -> None:
     """Before uninstall(): write every save out; Megatron's own code can then finalize it."""
     guard.finish_all()
     for caller in list(_callers):
-        completions = foreign.queue_of(caller, "comp_q")
+        completions = other_writers.queue_of(caller, "comp_q")
         if getattr(caller, "process", None) is not None and completions is not None:
             for save in saves_of(caller):
                 completions.put(save.call_idx)  # what Megatron waits for where a worker idles
@@ -99,4 +99,4 @@ def discard(caller: Any) -> None:
     for save in saves_of(caller):
         save.abort("the caller that the save was handed to is gone")
     saves_of(caller).clear()
-    foreign.end_process(caller)
+    other_writers.end_process(caller)

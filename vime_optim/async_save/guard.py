@@ -22,8 +22,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from vime_optim.async_save import order, stage
+from vime_optim.async_save import stage
 from vime_optim.async_save.job import SaveJob
+from vime_optim.optimizer import update_order
 
 
 class InFlight(Protocol):
@@ -100,10 +101,10 @@ def before_change_of(storage: torch.UntypedStorage) -> None:
 
 def before_megatron_step(optimizer: Any) -> None:
     """A Megatron optimizer is about to step."""
-    order.note(optimizer)
+    update_order.note(optimizer)
     inner = getattr(optimizer, "optimizer", None)
     if _active and inner is not None and not isinstance(inner, torch.optim.Optimizer):
-        before_change(order.tensors_in(optimizer))  # nobody calls our hooks
+        before_change(update_order.tensors_in(optimizer))  # nobody calls our hooks
 
 
 def finish_all() -> None:

@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
-from vime_optim import installer, settings
+from vime_optim import settings
 from vime_optim.async_save import stage
-from vime_optim.async_save.order import Owner, UpdateOrder, tensors_in
 from vime_optim.async_save.stage import Room
 from vime_optim.async_save.units import (
     COPIED,
@@ -29,8 +28,10 @@ from vime_optim.async_save.units import (
     Unit,
     plan_file,
 )
-from vime_optim.writer import task
-from vime_optim.writer.fastfile import DigestingFile, FileRecord
+from vime_optim.commit import task
+from vime_optim.counters import counters
+from vime_optim.files.fastfile import DigestingFile, FileRecord
+from vime_optim.optimizer.update_order import Owner, UpdateOrder, tensors_in
 
 logger = logging.getLogger(__name__)
 
@@ -170,8 +171,8 @@ class SaveJob:
                 break
         waited_s = time.monotonic() - began
         self.waits_s[first] = self.waits_s.get(first, 0.0) + waited_s
-        installer.counters["async save waits"] += 1
-        installer.counters["async save waits, milliseconds"] += round(1000 * waited_s)
+        counters["async save waits"] += 1
+        counters["async save waits, milliseconds"] += round(1000 * waited_s)
 
     def _copy(self, units: Sequence[Unit]) -> list[Unit]:
         """Copy those that nobody reads yet, while there is room. Returns what is left."""
@@ -212,7 +213,7 @@ class SaveJob:
             stage.pool.give(room)
             self._fail(error)
             return
-        installer.counters["async save bytes copied"] += unit.nbytes
+        counters["async save bytes copied"] += unit.nbytes
         with self._changed:
             unit.room = (room, view)
             unit.release()

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from vime_optim.async_save.order import Span, UpdateOrder, sources_of, span_of
-from vime_optim.reshard.lazy import LazyValue
-from vime_optim.writer.archive import ALIGNMENT_BYTES, archive_frame, storage_type
-from vime_optim.writer.fastfile import Extent, saved_by_torch
+from vime_optim.files.archive import ALIGNMENT_BYTES, archive_frame, storage_type
+from vime_optim.files.fastfile import Extent, saved_by_torch
+from vime_optim.files.lazy import LazyValue
+from vime_optim.optimizer.update_order import Span, UpdateOrder, sources_of, span_of
 
 UNIT_BYTES = 32 << 20
 """The most that one unit holds. Large, because each one costs some turns of the interpreter."""

@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
-from vime_optim.backends.foreign import MARK
-from vime_optim.backends.groups import COUNTS, saved_step
-from vime_optim.backends.kinds import counts_steps, has_buffers
-from vime_optim.backends.matching import match_groups
+from vime_optim.optimizer.groups_only import COUNTS, saved_step
+from vime_optim.optimizer.kinds import counts_steps, has_buffers
+from vime_optim.optimizer.matching import match_groups
+from vime_optim.optimizer.stock_state import MARK
 from vime_optim.probe import missing_parameters
 from vime_optim.registry import NEEDED, Diagnosis, Fix, Hit, Target, not_understood, takes
 

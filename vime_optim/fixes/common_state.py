@@ -32,7 +32,7 @@ _thread = threading.local()
 
 def _wrap_load_common(original: Any, hit: Hit) -> Any:
     def load_common(*args: Any, **kwargs: Any) -> Any:
-        from vime_optim.writer import loadcheck
+        from vime_optim.commit import load_check
 
         hit()
         if getattr(_thread, "reading", False):  # one of the functions here calls another
@@ -43,7 +43,7 @@ def _wrap_load_common(original: Any, hit: Hit) -> Any:
         with (
             torch.serialization.safe_globals(stand_ins),
             _read_under_weights_only(),
-            loadcheck.errors_of_ours(str(directory)),
+            load_check.errors_of_ours(str(directory)),
         ):
             state = original(*args, **kwargs)
         mend_common_state(state)
@@ -59,9 +59,9 @@ def _stand_ins(path: str) -> list[Any]:
     not run) what it names beyond what torch and Megatron allow. A placeholder does nothing; one
     that turns up anywhere but as an option of a param group is refused afterwards.
     """
-    from vime_optim.checkpoint.inert import inert_class
-    from vime_optim.checkpoint.plain import read_plain
-    from vime_optim.checkpoint.safe_load import OPTIMIZER_CLASSES, audited_names
+    from vime_optim.files.plain import read_plain
+    from vime_optim.files.safe_load import OPTIMIZER_CLASSES, audited_names
+    from vime_optim.files.stand_ins import inert_class
 
     names = set(OPTIMIZER_CLASSES)
     try:
@@ -115,8 +115,8 @@ def mend_common_state(state: Any) -> list[str]:
 
 
 def _strip_classes(state: Any) -> list[str]:
-    from vime_optim.checkpoint.inert import Inert, is_inert_class
-    from vime_optim.checkpoint.safe_load import walk
+    from vime_optim.files.safe_load import walk
+    from vime_optim.files.stand_ins import Inert, is_inert_class
 
     removed = []
     for parent, key, item, path in walk(state):

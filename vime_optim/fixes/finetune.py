@@ -23,17 +23,17 @@ from typing import Any
 import torch
 import wrapt
 
-from vime_optim.backends.inert import ensure_state
-from vime_optim.backends.kinds import (
+from vime_optim.fixes.precision import sync_moved_params
+from vime_optim.fixes.restore import write_slot
+from vime_optim.optimizer.fresh_state import ensure_state
+from vime_optim.optimizer.kinds import (
     has_buffers,
     is_hybrid,
     is_precision_aware,
     owned_params,
 )
-from vime_optim.backends.refresh import is_trained, stays
-from vime_optim.backends.slots import master_slot
-from vime_optim.fixes.precision import sync_moved_params
-from vime_optim.fixes.restore import write_slot
+from vime_optim.optimizer.refresh import is_trained, stays
+from vime_optim.optimizer.slots import master_slot
 from vime_optim.probe import has_patch, missing_parameters, source_of
 from vime_optim.registry import (
     NEEDED,

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from vime_optim.backends.foreign import MARK, check_unmarked
-from vime_optim.backends.kinds import has_buffers
+from vime_optim.optimizer.kinds import has_buffers
+from vime_optim.optimizer.stock_state import MARK, check_unmarked
 from vime_optim.registry import Fix, Hit, Target, takes
 
 _CLASS = "DistributedOptimizer"

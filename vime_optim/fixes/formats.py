@@ -46,7 +46,7 @@ _NOT_BUILT = "the state to save was not built, as a rank failed"
 
 def _wrap_save(original: Any, hit: Hit) -> Any:
     def save(*args: Any, **kwargs: Any) -> Any:
-        from vime_optim.writer import agreement
+        from vime_optim.commit import agreement
 
         hit()
         bound = bind(original, *args, **kwargs)
@@ -150,7 +150,7 @@ def _wrap_from_state_dict(original: Any, hit: Hit) -> Any:
     """What becomes a local checkpoint, whoever asks for it."""
 
     def from_state_dict(cls: Any, sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        from vime_optim.writer import agreement
+        from vime_optim.commit import agreement
 
         operation = agreement.Operation(
             "the local checkpoint was not made, as a rank failed", "a local checkpoint", WriterError

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vime_optim.backends.matching import identifiers, match_groups
+from vime_optim.optimizer.matching import identifiers, match_groups
 from vime_optim.registry import Fix, Hit, Target, takes
 
 

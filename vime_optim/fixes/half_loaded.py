@@ -13,8 +13,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from vime_optim.commit import loading
 from vime_optim.registry import Fix, Hit, Target, takes
-from vime_optim.writer import loading
 
 _CLASSES = (
     ("megatron.core.optimizer.distrib_optimizer", "DistributedOptimizer"),

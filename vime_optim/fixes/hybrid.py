@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-from vime_optim.backends.inert import ensure_hybrid_state
-from vime_optim.backends.kinds import MASTER, STATE_MASTER, sub_optimizers
-from vime_optim.backends.refresh import is_trained, stays
-from vime_optim.backends.slots import Slot
+from vime_optim.optimizer.fresh_state import ensure_hybrid_state
+from vime_optim.optimizer.kinds import MASTER, STATE_MASTER, sub_optimizers
+from vime_optim.optimizer.refresh import is_trained, stays
+from vime_optim.optimizer.slots import Slot
 from vime_optim.probe import has_patch, source_of
 from vime_optim.registry import (
     NEEDED,

@@ -48,10 +48,10 @@ def _wrap_validate(original: Any, hit: Hit) -> Any:
     returns_errors = _returns_errors(original)
 
     def _validate_global_plan(global_plan: Any, metadata: Any) -> Any:
-        from vime_optim.planning import cover
+        from vime_optim.planning import global_check
 
         hit()
-        verdict = cover.check(global_plan, metadata.state_dict_metadata)
+        verdict = global_check.check(global_plan, metadata.state_dict_metadata)
         for fault in verdict.faults:
             logger.warning(fault)
         _checked.metadata = metadata
@@ -91,7 +91,7 @@ def _diagnose_validate(module: ModuleType, original: Any) -> Diagnosis:
 
 def _wrap_global_plan(original: Any, hit: Hit) -> Any:
     def create_global_plan(self: Any, all_plans: Any) -> Any:
-        from vime_optim.planning import cover, exchange
+        from vime_optim.planning import exchange, global_check
 
         whole = exchange.whole_of(self, all_plans)
         if whole is not None:
@@ -104,7 +104,7 @@ def _wrap_global_plan(original: Any, hit: Hit) -> Any:
         if _checked.metadata is None:
             # Somebody switched torch's check off, for its time: ours takes none worth the name.
             hit()
-            _refuse(cover.check(plans, metadata.state_dict_metadata).faults)
+            _refuse(global_check.check(plans, metadata.state_dict_metadata).faults)
         _checked.metadata = None
         return plans, metadata
 
@@ -160,9 +160,9 @@ def _wrap_read_items(original: Any, hit: Hit) -> Any:
 
 def _wrap_shards(original: Any, hit: Hit) -> Any:
     def validate_non_overlapping_shards_metadata(shards: list[Any]) -> None:
-        from vime_optim.planning import boxes
+        from vime_optim.planning import overlap
 
-        if len(shards) > _FEW_SHARDS and boxes.are_disjoint(
+        if len(shards) > _FEW_SHARDS and overlap.are_disjoint(
             [shard.shard_offsets for shard in shards], [shard.shard_sizes for shard in shards]
         ):
             hit()

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from vime_optim.backends.kinds import is_hybrid, is_precision_aware
+from vime_optim.optimizer.kinds import is_hybrid, is_precision_aware
 from vime_optim.probe import has_patch, missing_parameters
 from vime_optim.registry import NEEDED, Diagnosis, Fix, Hit, Target, fixed_upstream, not_understood
 

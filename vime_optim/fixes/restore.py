@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from vime_optim.backends.foreign import examine
-from vime_optim.backends.kinds import MASTER, STATE_MASTER, param_name
-from vime_optim.backends.slots import RemainderSlot, Slot, slots_of
 from vime_optim.errors import OptimizerStateError
 from vime_optim.fixes.precision import note_moved
+from vime_optim.optimizer.kinds import MASTER, STATE_MASTER, param_name
+from vime_optim.optimizer.slots import RemainderSlot, Slot, slots_of
+from vime_optim.optimizer.stock_state import examine
 from vime_optim.probe import has_patch, missing_parameters
 from vime_optim.registry import NEEDED, Diagnosis, Fix, Hit, Target, Verdict, not_understood
 

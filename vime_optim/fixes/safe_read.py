@@ -30,8 +30,8 @@ def _wrap_read_metadata(original: Any, hit: Hit) -> Any:
     def read_metadata(self: Any, *args: Any, **kwargs: Any) -> Any:
         from torch.distributed.checkpoint.metadata import StorageMeta
 
-        from vime_optim.checkpoint.dcp_metadata import load_metadata
-        from vime_optim.writer.loadcheck import note_cause
+        from vime_optim.commit.load_check import note_cause
+        from vime_optim.files.dcp_metadata import load_metadata
 
         hit()
         path = self._get_metadata_path(kwargs.get("rank"))
@@ -51,7 +51,7 @@ def _wrap_read_metadata(original: Any, hit: Hit) -> Any:
 def _read(reader: Any, path: Any) -> bytes:
     from torch.distributed.checkpoint.filesystem import FileSystem
 
-    from vime_optim.checkpoint.plain import read_plain, too_large
+    from vime_optim.files.plain import read_plain, too_large
 
     if type(reader.fs) is FileSystem:
         return read_plain(path, METADATA_LIMIT_BYTES)
@@ -73,7 +73,7 @@ def _wrap_read_data(original: Any, hit: Hit) -> Any:
     def read_data(self: Any, plan: Any, planner: Any) -> Any:
         from torch.distributed.checkpoint.filesystem import FileSystem
 
-        from vime_optim.checkpoint.plain import require_plain
+        from vime_optim.files.plain import require_plain
 
         if type(self.fs) is FileSystem:
             names = {self.storage_data[item.storage_index].relative_path for item in plan.items}
@@ -87,7 +87,7 @@ def _wrap_read_data(original: Any, hit: Hit) -> Any:
 
 def _wrap_load_bytes(original: Any, hit: Hit) -> Any:
     def load_bytes(self: Any, read_item: Any, value: io.BytesIO) -> None:
-        from vime_optim.checkpoint.objects import load_object
+        from vime_optim.files.objects import load_object
 
         hit()
         key = read_item.dest_index.fqn

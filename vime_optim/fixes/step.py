@@ -23,9 +23,11 @@ from typing import Any
 
 import torch
 
-from vime_optim.backends.groups import COUNTS, groups_only, saved_step, step_into_groups
-from vime_optim.backends.inert import ensure_saveable, ensure_state
-from vime_optim.backends.kinds import (
+from vime_optim.errors import CheckpointError
+from vime_optim.fixes.precision import is_canonical, sync_moved_params
+from vime_optim.optimizer.fresh_state import ensure_saveable, ensure_state
+from vime_optim.optimizer.groups_only import COUNTS, groups_only, saved_step, step_into_groups
+from vime_optim.optimizer.kinds import (
     MASTER,
     correct_group_map,
     counts_steps,
@@ -39,12 +41,10 @@ from vime_optim.backends.kinds import (
     param_name,
     sub_optimizers,
 )
-from vime_optim.backends.matching import identifiers, match_groups
-from vime_optim.backends.refresh import note_restored
-from vime_optim.backends.slots import slots_of
-from vime_optim.backends.steps import drop_steps, steps_as_numbers, write_step
-from vime_optim.errors import CheckpointError
-from vime_optim.fixes.precision import is_canonical, sync_moved_params
+from vime_optim.optimizer.matching import identifiers, match_groups
+from vime_optim.optimizer.refresh import note_restored
+from vime_optim.optimizer.slots import slots_of
+from vime_optim.optimizer.steps import drop_steps, steps_as_numbers, write_step
 from vime_optim.probe import has_patch, missing_parameters, source_of
 from vime_optim.registry import (
     NEEDED,

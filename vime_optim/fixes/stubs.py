@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from vime_optim.backends.kinds import is_stub
+from vime_optim.optimizer.kinds import is_stub
 from vime_optim.registry import Fix, Hit, Target, Wrap, takes
 
 

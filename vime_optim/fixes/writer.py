@@ -22,6 +22,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from vime_optim.fixes.save_load import commit_targets
 from vime_optim.probe import (
     describe_foreign_layer,
     missing_parameters,
@@ -39,7 +40,6 @@ from vime_optim.registry import (
     fixed_upstream,
     not_understood,
 )
-from vime_optim.writer.entrypoints import commit_targets
 
 _STRATEGIES = "megatron.core.dist_checkpointing.strategies"
 _NVRX = "nvidia_resiliency_ext.checkpointing.async_ckpt"
@@ -211,9 +211,9 @@ def _diagnose_torch(module: ModuleType, original: Any) -> Diagnosis:
 
 def _wrap_get_save_function(original: Any, hit: Hit) -> Any:
     def get_save_function_and_args(self: Any) -> Any:
-        from vime_optim.writer import buckets
+        from vime_optim.commit import file_plan
 
-        ours = buckets.save_function_and_args(self)
+        ours = file_plan.save_function_and_args(self)
         if ours is None:
             return original(self)
         hit()
@@ -225,7 +225,7 @@ def _wrap_get_save_function(original: Any, hit: Hit) -> Any:
 def _wrap_execute_sync(original: Any, hit: Hit) -> Any:
     @functools.wraps(original)
     def execute_sync(self: Any) -> None:
-        from vime_optim.writer import agreement
+        from vime_optim.commit import agreement
 
         hit()
         agreement.point()  # all have planned, and none writes when one could not
@@ -239,10 +239,10 @@ def _wrap_prepare(original: Any, hit: Hit) -> Any:
         if not _writes_plain_files(self):
             original(self, plan, planner)
             return
-        from vime_optim.writer import buckets
+        from vime_optim.commit import file_plan
 
         hit()
-        buckets.prepare_write_data(sys.modules[original.__module__], self, plan, planner)
+        file_plan.prepare_write_data(sys.modules[original.__module__], self, plan, planner)
 
     return prepare_write_data
 
@@ -294,14 +294,14 @@ def _wrap_no_cached_handles(original: Any, hit: Hit) -> Any:
 
 def _wrap_finish(original: Any, hit: Hit) -> Any:
     def finish(self: Any, metadata: Any, results: Any) -> None:
-        from vime_optim.writer import commit
-        from vime_optim.writer.manifest import MANIFEST_MARK
+        from vime_optim.commit import sessions
+        from vime_optim.files.manifest import MANIFEST_MARK
 
         plain = _writes_plain_files(self)
-        session = commit.session_of(self.checkpoint_dir) if plain else None
+        session = sessions.session_of(self.checkpoint_dir) if plain else None
         if session is not None:
             session.take_away_marks()  # of a save that ended here since this one began
-        recorded = plain and commit.is_recorded(results)
+        recorded = plain and sessions.is_recorded(results)
         if recorded:
             setattr(metadata, MANIFEST_MARK, True)
         else:
@@ -311,7 +311,7 @@ def _wrap_finish(original: Any, hit: Hit) -> Any:
             session.written.add(".metadata")
         if recorded and (session is None or session.error is None):
             hit()
-            commit.write_manifest(str(self.checkpoint_dir), results)
+            sessions.write_manifest(str(self.checkpoint_dir), results)
 
     return finish
 
@@ -320,10 +320,10 @@ def _wrap_finalize(original: Any, hit: Hit) -> Any:
     def save_state_dict_async_finalize(
         storage_writer: Any, global_metadata: Any, dist_wrapper: Any
     ) -> None:
-        from vime_optim.writer import commit
+        from vime_optim.commit import sessions
 
         hit()
-        commit.finalize(original, storage_writer, global_metadata, dist_wrapper)
+        sessions.finalize(original, storage_writer, global_metadata, dist_wrapper)
 
     return save_state_dict_async_finalize
 

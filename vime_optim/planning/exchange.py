@@ -86,7 +86,7 @@ class _Sent:
 
 
 def _received(data: bytes) -> Any:
-    from vime_optim.planning.plans import PackedPlan
+    from vime_optim.planning.save_plans import PackedPlan
 
     plan = PackedPlan(Boxes.from_bytes(data))
     object.__setattr__(plan, "digest", _digest(data))
@@ -113,7 +113,7 @@ def gather_plans(original: Callable[[Any, Any], Any], wrapper: Any, plan: Any) -
     Raises:
         PlanError: a rank says that its plan is held here, and it is not.
     """
-    from vime_optim.planning.plans import pack_plan
+    from vime_optim.planning.save_plans import pack_plan
 
     columns = pack_plan(plan)
     open_session = _state.session
@@ -169,7 +169,7 @@ _last: tuple[list[Any], Any] | None = None
 def whole_of(planner: Any, plans: Any) -> Any:
     """The global plan made from columns; None where torch's own code must make it."""
     global _last
-    from vime_optim.planning.plans import PackedPlan
+    from vime_optim.planning.save_plans import PackedPlan
     from vime_optim.planning.whole import make_whole
 
     plain = not getattr(planner, "flatten_state_dict", True)
@@ -196,7 +196,7 @@ def plan_together(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
         PlanError: on every rank, when the plans do not fit together or a rank failed after they
             were exchanged.
     """
-    from vime_optim.writer.agreement import agree, describe
+    from vime_optim.commit.agreement import agree, describe
 
     writer = args[1] if len(args) > 1 else kwargs.get("storage_writer")
     group = args[2] if len(args) > 2 else kwargs.get("process_group")

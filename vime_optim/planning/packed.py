@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from vime_optim.planning.boxes import as_array
-from vime_optim.reshard.cover import Ints
+from vime_optim.files.cover import Ints
+from vime_optim.planning.overlap import as_array
 
 _LEVEL = 9  # of a few kB: 0.2 ms
 _TYPES = (np.int8, np.int16, np.int32, np.int64)

@@ -15,10 +15,10 @@ from typing import Any, overload
 
 import numpy as np
 
-from vime_optim.planning.boxes import as_array
+from vime_optim.files.cover import Ints
+from vime_optim.planning.overlap import as_array
 from vime_optim.planning.packed import pack as pack_columns
 from vime_optim.planning.packed import unpack
-from vime_optim.reshard.cover import Ints
 
 _SAME = (
     "dtype",
@@ -241,8 +241,8 @@ def validate(original: Any, shards: GlobalShards, *args: Any, **kwargs: Any) -> 
     """
     import torch
 
+    from vime_optim.commit.agreement import agree, describe
     from vime_optim.errors import CheckpointError
-    from vime_optim.writer.agreement import agree, describe
 
     error: Exception | None = None
     try:

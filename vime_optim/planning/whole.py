@@ -18,11 +18,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from vime_optim.planning.boxes import as_array
-from vime_optim.planning.cover import Chunks, Verdict, check_chunks, describe_pair
+from vime_optim.files.cover import Ints
+from vime_optim.planning.global_check import Chunks, Verdict, check_chunks, describe_pair
+from vime_optim.planning.overlap import as_array
 from vime_optim.planning.packed import Boxes
-from vime_optim.planning.plans import PackedPlan, chunks_of, properties_of
-from vime_optim.reshard.cover import Ints
+from vime_optim.planning.save_plans import PackedPlan, chunks_of, properties_of
 
 
 @dataclass

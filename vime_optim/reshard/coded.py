@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from vime_optim.errors import PlanError
-from vime_optim.reshard.reading import BoxReader, Source
+from vime_optim.files.reading import BoxReader, Source
 
 _DEFERS = "_vime_optim_defers"
 

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
-from vime_optim.backends.kinds import MASTER
-from vime_optim.backends.slots import Slot, slots_of
+from vime_optim.counters import counters
+from vime_optim.files.lazy import LazyValue
+from vime_optim.optimizer.kinds import MASTER
+from vime_optim.optimizer.slots import Slot, slots_of
 from vime_optim.reshard.coded import CodedShard
 from vime_optim.reshard.layout import ParamLayout, param_layouts
-from vime_optim.reshard.lazy import LazyValue
 from vime_optim.reshard.plan import (
     KeyInfo,
     LoadPlan,
@@ -261,8 +262,6 @@ def _gathered_entry(
     destinations: dict[tuple[int, str], Destination],
 ) -> dict[str, Any]:
     """A parameter whose parts are not contiguous runs: whole on every rank, as Megatron does it."""
-    from vime_optim.installer import counters
-
     if not is_loading:
         counters["parameters gathered whole, as their layout cannot be cut"] += 1
     entry = {}

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from vime_optim.backends.kinds import param_name
 from vime_optim.errors import PlanError
+from vime_optim.optimizer.kinds import param_name
 from vime_optim.reshard.plan import Target
 
 

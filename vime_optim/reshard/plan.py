@@ -15,7 +15,8 @@ from math import prod
 import numpy as np
 
 from vime_optim.errors import PlanError
-from vime_optim.reshard.cover import Fault, find_fault
+from vime_optim.files.cover import Fault, find_fault
+from vime_optim.files.region import boxes_of_range
 from vime_optim.reshard.keys import (
     KeyInfo,
     compare_digests,
@@ -24,7 +25,6 @@ from vime_optim.reshard.keys import (
     rank_list,
     union_keys,
 )
-from vime_optim.reshard.region import boxes_of_range
 
 __all__ = [
     "FORMAT_VERSION",

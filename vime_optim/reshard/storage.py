@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from vime_optim import installer
-from vime_optim.checkpoint.items import FileWindow, ImpossibleTensor, audit_item
+from vime_optim.counters import counters
 from vime_optim.errors import CheckpointError, one_line
+from vime_optim.files.frames import Layouts
+from vime_optim.files.items import FileWindow, ImpossibleTensor, audit_item
+from vime_optim.files.reading import BoxReader, Source, ends_early
 from vime_optim.reshard.coded import Read, set_deferring, shard_of
-from vime_optim.reshard.frames import Layouts
-from vime_optim.reshard.reading import BoxReader, Source, ends_early
 
 _TORCH_READ = "tensors read by torch's reader, as their storage is not understood"
 
@@ -136,7 +136,7 @@ def _start(boxes: BoxReader, source: Source, item: Any, planner: Any) -> bool:
 
 
 def _read_by_torch(reader: Any, original: Any, plan: Any, planner: Any, item: Any) -> None:
-    installer.counters[_TORCH_READ] += 1
+    counters[_TORCH_READ] += 1
     info = reader.storage_data[item.storage_index]
     path = os.fspath(reader.fs.concat_path(reader.path, info.relative_path))
     if not getattr(info, "transform_descriptors", None):

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from vime_optim.backends.slots import slots_of
 from vime_optim.errors import PlanError
+from vime_optim.optimizer.slots import slots_of
 from vime_optim.reshard.coded import load_shards
 from vime_optim.reshard.engine import DESTINATIONS, TAKEN, Destination
 from vime_optim.reshard.layout import ParamLayout

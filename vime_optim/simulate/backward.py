@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
+from vime_optim.simulate.attributes import Patches
 from vime_optim.simulate.modes import DeviceArguments
-from vime_optim.simulate.patching import Patches
 
 
 def simulated(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from vime_optim.simulate.attributes import Patches
 from vime_optim.simulate.memory import LEDGER
-from vime_optim.simulate.patching import Patches
 
 TOTAL_MEMORY_BYTES = 80 * 1024**3
 

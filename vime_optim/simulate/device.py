@@ -13,9 +13,9 @@ import threading
 from typing import Any
 
 from vime_optim.simulate import backward, cuda_api, sharing
+from vime_optim.simulate.attributes import Patches
 from vime_optim.simulate.memory import LEDGER, is_device_tensor
 from vime_optim.simulate.modes import DeviceArguments, Inheritance, set_pin_fails
-from vime_optim.simulate.patching import Patches
 
 __all__ = ["LEDGER", "disable", "enable", "fail_pinning", "is_device_tensor", "is_enabled"]
 
@@ -41,7 +41,7 @@ def enable() -> None:
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     cuda_api.apply(_PATCHES)
     backward.apply(_PATCHES)
-    sharing.apply(_PATCHES)
+    sharing.apply(_PATCHES, is_enabled)
     _patch_threads()
     _enter()
     _ENABLED = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -9,8 +10,8 @@ from typing import Any
 import torch
 from torch.multiprocessing import reductions
 
+from vime_optim.simulate.attributes import Patches
 from vime_optim.simulate.memory import set_storage_memory, storage_memory
-from vime_optim.simulate.patching import Patches
 
 _registered = False
 
@@ -36,16 +37,14 @@ def _location(storage: Any) -> str | None:
     return "cuda:0" if storage_memory(untyped) == "device" else None
 
 
-def _restore(storage: Any, location: str) -> Any:
-    from vime_optim.simulate.device import is_enabled
-
+def _restore(is_enabled: Callable[[], bool], storage: Any, location: str) -> Any:
     if not is_enabled() or not location.startswith("cuda"):
         return None
     set_storage_memory(getattr(storage, "_untyped_storage", storage), "device")
     return storage
 
 
-def apply(patches: Patches) -> None:
+def apply(patches: Patches, is_enabled: Callable[[], bool]) -> None:
     global _registered
     original_clone = torch.UntypedStorage.clone
 
@@ -61,5 +60,5 @@ def apply(patches: Patches) -> None:
     if not _registered:
         # Asked before torch's own entry for the CPU, whose priority is 10. There is no way to
         # take an entry out again: with the simulation off it answers None.
-        torch.serialization.register_package(5, _location, _restore)
+        torch.serialization.register_package(5, _location, functools.partial(_restore, is_enabled))
         _registered = True

@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vime_optim.errors import VerifyError
-from vime_optim.megatron_source import SOURCE_TREES
+from vime_optim.tools.megatron_source import SOURCE_TREES
 
 OPTIMIZERS = ("hybrid", "fused", "torch")
 SHARDINGS = ("fully_reshardable", "dp_reshardable")

@@ -10,14 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vime_optim.checkpoint.progress import activity
 from vime_optim.errors import CheckpointError, VerifyError
-from vime_optim.megatron_source import RELEASES, resolve, user_cache
+from vime_optim.tools.megatron_source import RELEASES, resolve, user_cache
+from vime_optim.tools.progress import activity
 from vime_optim.verify.case import ASYNC_MODES, DTYPES, OPTIMIZERS, Backend, Case, Layout
+from vime_optim.verify.directory import find_checkpoint, iteration_dir
 from vime_optim.verify.explain import explain
-from vime_optim.verify.files import find_checkpoint, iteration_dir
+from vime_optim.verify.job_lock import locked
 from vime_optim.verify.launch import LAUNCH_TIMEOUT_S, Launcher, RankFailure, open_launcher
-from vime_optim.verify.lock import locked
 from vime_optim.verify.runner import CaseRun, Outcome, Workplace, record_error
 
 DEFAULT_RELEASE = "0.16.1"

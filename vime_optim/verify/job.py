@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from vime_optim.verify import checkpoint, training, transplant
+from vime_optim.verify import checkpointing, training, transplant
 from vime_optim.verify.capture import capture, chained
 from vime_optim.verify.case import Backend, Case
 from vime_optim.verify.model import Job, build
@@ -40,7 +40,7 @@ def save(payload: dict[str, Any]) -> dict[str, Any]:
             if case.via_training:
                 training.save(job, directory)
             else:
-                checkpoint.save(job, directory, schedule)
+                checkpointing.save(job, directory, schedule)
 
     after_step(job)  # a case may save before the first step
     train(job, case.total_steps, after_step)
@@ -53,7 +53,7 @@ def save(payload: dict[str, Any]) -> dict[str, Any]:
 def resume(payload: dict[str, Any]) -> dict[str, Any]:
     """Build with another seed, load, capture, train the steps that are left, capture."""
     case, job = _start(payload, loading=True)
-    load = training.load if case.via_training else checkpoint.load
+    load = training.load if case.via_training else checkpointing.load
     facts = load(job, Path(payload["directory"]), payload["step"])
     facts["memory"] = _capture(payload, job, "loaded")
     train(job, case.total_steps)

@@ -5,7 +5,7 @@
 
 To try cases by hand, many in one template process, one line each::
 
-    python -m vime_optim.verify.bench --megatron 0.16.1 \\
+    python -m tests.bench --megatron 0.16.1 \\
         'hybrid,pao,f=1,fully_reshardable,dp=2,stock' 'hybrid,pao,f=0.5,fully_reshardable,dp=2->3'
 
 The words of a case are listed at the top of case.py. Captures, checkpoints and the logs of every
@@ -31,8 +31,8 @@ from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 from vime_optim.errors import VerifyError
-from vime_optim.megatron_source import resolve
 from vime_optim.simulate import bootstrap_env
+from vime_optim.tools.megatron_source import resolve
 
 START_TIMEOUT_S = 300.0
 LAUNCH_TIMEOUT_S = 240.0

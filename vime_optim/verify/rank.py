@@ -45,7 +45,7 @@ def import_megatron(tree: str, device: str) -> None:
         "megatron.core.dist_checkpointing.strategies.fully_parallel",
         "vime_optim.fixes",
         "vime_optim.installer",
-        "vime_optim.writer.commit",
+        "vime_optim.commit.sessions",
         "vime_optim.async_save.guard",
         "vime_optim.verify.job",
     ):

@@ -1,0 +1,173 @@
+"""The bytes around a tensor's data in a torch.save archive, made without torch.save.
+
+Stored entries, data aligned to 64 bytes, zip64 where sizes need it.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import zlib
+from collections import OrderedDict
+from typing import Any
+
+import torch
+
+from vime_optim.files.lazy import LazyValue
+
+ALIGNMENT_BYTES = 64
+"""What torch aligns storages to."""
+
+_ZIP64_LIMIT = 0xFFFFFFFF
+_SEE_ZIP64 = 0xFFFFFFFF  # in a 32-bit field: the value is in the zip64 record
+
+
+def storage_type(tensor: torch.Tensor) -> Any:
+    """torch's legacy storage class of a plain strided tensor, None for anything special."""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, LazyValue)
+    if not plain or tensor.layout is not torch.strided or tensor.is_quantized:
+        return None
+    if tensor.is_conj() or tensor.is_neg():
+        return None
+    name = torch.storage._dtype_to_storage_type_map().get(tensor.dtype)
+    return getattr(torch, name, None) if name is not None else None
+
+
+class _StorageToken:
+    """Stands for the tensor's storage while its pickle is made."""
+
+
+class _TensorRecipe:
+    """Pickles to the call by which torch rebuilds a contiguous tensor at offset 0."""
+
+    def __init__(self, shape: tuple[int, ...], token: _StorageToken) -> None:
+        self.shape = shape
+        self.token = token
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        strides = []
+        step = 1
+        for size in reversed(self.shape):
+            strides.append(step)
+            step *= max(size, 1)
+        strides.reverse()
+        hooks: OrderedDict[str, Any] = OrderedDict()
+        arguments = (self.token, 0, self.shape, tuple(strides), False, hooks)
+        return torch._utils._rebuild_tensor_v2, arguments
+
+
+class _TensorPickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, storage_type: Any, numel: int) -> None:
+        super().__init__(file, protocol=2)  # the protocol torch.load's safe unpickler reads
+        self._reference = ("storage", storage_type, "0", "cpu", numel)
+
+    def persistent_id(self, obj: Any) -> Any:
+        return self._reference if isinstance(obj, _StorageToken) else None
+
+
+def archive_frame(tensor: torch.Tensor, storage_type: Any) -> tuple[bytes, bytes]:
+    """The archive's bytes before and after the tensor's data."""
+    nbytes = tensor.numel() * tensor.element_size()
+    recipe = io.BytesIO()
+    shape = tuple(int(size) for size in tensor.shape)
+    _TensorPickler(recipe, storage_type, tensor.numel()).dump(_TensorRecipe(shape, _StorageToken()))
+    head = bytearray()
+    directory = bytearray()
+    for name, content in (
+        ("archive/data.pkl", recipe.getvalue()),
+        ("archive/byteorder", b"little"),
+        ("archive/version", b"3\n"),
+    ):
+        crc = zlib.crc32(content)
+        directory += _directory_entry(name, crc, len(content), len(head))
+        head += _local_header(name, crc, len(content), padding_bytes=0) + content
+    name = "archive/data/0"
+    directory += _directory_entry(name, 0, nbytes, len(head))
+    bare = len(head) + len(_local_header(name, 0, nbytes, padding_bytes=0))
+    # A padding field takes at least its own four-byte header.
+    padding = (-(bare + 4) % ALIGNMENT_BYTES) + 4
+    head += _local_header(name, 0, nbytes, padding)
+    return bytes(head), bytes(directory) + _end_records(4, len(directory), len(head) + nbytes)
+
+
+def _local_header(name: str, crc: int, nbytes: int, padding_bytes: int) -> bytes:
+    extra = b""
+    size = nbytes
+    if nbytes >= _ZIP64_LIMIT:
+        extra = struct.pack("<HHQQ", 1, 16, nbytes, nbytes)
+        size = _SEE_ZIP64
+    if padding_bytes:
+        body = padding_bytes - 4
+        extra += struct.pack("<HH", 0x4246, body) + b"Z" * body  # 'FB', as torch pads
+    needed = 45 if nbytes >= _ZIP64_LIMIT else 20
+    fixed = struct.pack(
+        "<4sHHHHHIIIHH",
+        b"PK\x03\x04",
+        needed,
+        0x800,
+        0,
+        0,
+        0,
+        crc,
+        size,
+        size,
+        len(name),
+        len(extra),
+    )
+    return fixed + name.encode() + extra
+
+
+def _directory_entry(name: str, crc: int, nbytes: int, header_offset: int) -> bytes:
+    extra = b""
+    size = nbytes
+    if nbytes >= _ZIP64_LIMIT:
+        extra = struct.pack("<HHQQ", 1, 16, nbytes, nbytes)
+        size = _SEE_ZIP64
+    needed = 45 if nbytes >= _ZIP64_LIMIT else 20
+    fixed = struct.pack(
+        "<4sHHHHHHIIIHHHHHII",
+        b"PK\x01\x02",
+        needed,
+        needed,
+        0x800,
+        0,
+        0,
+        0,
+        crc,
+        size,
+        size,
+        len(name),
+        len(extra),
+        0,
+        0,
+        0,
+        0,
+        header_offset,
+    )
+    return fixed + name.encode() + extra
+
+
+def _end_records(entries: int, directory_bytes: int, directory_offset: int) -> bytes:
+    end = b""
+    offset = directory_offset
+    if directory_offset >= _ZIP64_LIMIT:
+        end_offset = directory_offset + directory_bytes
+        end += struct.pack(
+            "<4sQHHIIQQQQ",
+            b"PK\x06\x06",
+            44,
+            45,
+            45,
+            0,
+            0,
+            entries,
+            entries,
+            directory_bytes,
+            directory_offset,
+        )
+        end += struct.pack("<4sIQI", b"PK\x06\x07", 0, end_offset, 1)
+        offset = _SEE_ZIP64
+    return end + struct.pack(
+        "<4sHHHHIIH", b"PK\x05\x06", 0, 0, entries, entries, directory_bytes, offset, 0
+    )

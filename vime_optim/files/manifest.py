@@ -1,0 +1,380 @@
+"""`vime_optim_manifest.json`: the size, stamp and digests of every file of a checkpoint.
+
+It lies beside Megatron's files, and stock Megatron and torch do not look at it. The digests of the
+`.distcp` files were computed while they were written; the small files that rank 0 writes
+(`.metadata`, `common.pt`, `metadata.json`) are read once more for theirs.
+
+Layout: {"format", "version", "chunk_bytes", "digest": "xxh3_64", "save_id", "files": {name:
+{"size_bytes", "stamp", "chunks" (16 hex digits a chunk), "items": [[key, offset, length, tensor
+offsets], ...]}}, "check": xxh3-64 of all the rest}.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import secrets
+import stat
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from vime_optim.errors import CheckpointError
+from vime_optim.files.fastfile import CHUNK_BYTES, FileRecord, digest_file, read_stamp
+from vime_optim.files.plain import read_plain
+from vime_optim.files.reading import default_threads
+
+MANIFEST_NAME = "vime_optim_manifest.json"
+MANIFEST_MARK = "vime_optim_manifest"
+"""Attribute of DCP's metadata that says that a manifest was written with it."""
+
+_FORMAT = "vime_optim manifest"
+_VERSION = 1
+_READ_BYTES = 1 << 20
+_MISSING = "the file is missing"
+_NOT_PLAIN = "no plain file any more"
+_LIMIT_BYTES = 1 << 30
+_MOST_CHUNK_BYTES = 1 << 28
+
+
+@dataclass(frozen=True)
+class Item:
+    """One item of DCP in a file: `key`, where in the file (bytes), where in the tensor."""
+
+    key: str
+    offset: int
+    length: int
+    tensor_offsets: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        where = "" if self.tensor_offsets is None else f" at {list(self.tensor_offsets)}"
+        return self.key + where
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One file: its record and, for a `.distcp`, its items in file order."""
+
+    record: FileRecord
+    items: tuple[Item, ...] = ()
+
+    def items_in(self, start: int, end: int) -> list[Item]:
+        return [i for i in self.items if i.offset < end and i.offset + i.length > start]
+
+
+@dataclass
+class Manifest:
+    """What a complete checkpoint directory holds."""
+
+    entries: dict[str, Entry] = field(default_factory=dict)
+    save_id: str = field(default_factory=lambda: secrets.token_hex(8))
+    chunk_bytes: int = CHUNK_BYTES
+
+    def add(self, record: FileRecord, items: Sequence[Item] = ()) -> None:
+        self.entries[record.name] = Entry(record, tuple(items))
+
+    def write(self, directory: str | os.PathLike[str]) -> None:
+        """Write it whole or not at all, and bring it to stable storage."""
+        body = self._body()
+        text = json.dumps({**body, "check": _check_of(body)}, separators=(",", ":"))
+        path = Path(directory) / MANIFEST_NAME
+        temporary = path.with_name(f".{MANIFEST_NAME}.part")
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_directory(directory)
+
+    def _body(self) -> dict[str, Any]:
+        return {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "digest": "xxh3_64",
+            "chunk_bytes": self.chunk_bytes,
+            "save_id": self.save_id,
+            "files": {
+                name: {
+                    "size_bytes": entry.record.size_bytes,
+                    "stamp": entry.record.stamp,
+                    "chunks": entry.record.chunk_digests.hex(),
+                    "items": [[i.key, i.offset, i.length, i.tensor_offsets] for i in entry.items],
+                }
+                for name, entry in sorted(self.entries.items())
+            },
+        }
+
+
+def _check_of(body: dict[str, Any]) -> str:
+    canonical = json.dumps(body, separators=(",", ":"), sort_keys=True)
+    return xxhash.xxh3_64_hexdigest(canonical.encode())
+
+
+def sync_directory(directory: str | os.PathLike[str]) -> None:
+    """Make the names in a directory durable; nothing where the file system cannot."""
+    try:
+        fd = os.open(directory, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(fd)
+    except OSError:
+        pass
+    finally:
+        os.close(fd)
+
+
+def read_manifest(directory: str | os.PathLike[str]) -> Manifest | None:
+    """The manifest of a checkpoint directory, None when it has none (stock wrote it).
+
+    Raises:
+        CheckpointError: the manifest itself is damaged, or of a later version.
+    """
+    path = Path(directory) / MANIFEST_NAME
+    try:
+        raw = read_plain(path, _LIMIT_BYTES)
+    except FileNotFoundError:
+        return None
+    try:
+        body = json.loads(raw.decode("utf-8"))
+        check = body.pop("check")
+        if body["format"] != _FORMAT or check != _check_of(body):
+            raise ValueError("its own digest does not fit")
+        if body["version"] > _VERSION:
+            raise ValueError(f"version {body['version']} is newer than this vime_optim")
+        manifest = Manifest({}, body["save_id"], _number(body["chunk_bytes"], _MOST_CHUNK_BYTES))
+        if manifest.chunk_bytes == 0:
+            raise ValueError("chunks of no bytes")
+        for name, values in body["files"].items():
+            manifest.add(_record_of(name, values, manifest.chunk_bytes), _items_of(values["items"]))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            "the checkpoint's manifest is damaged",
+            where=str(path),
+            got=f"{type(error).__name__}: {error}"[:300],
+            next_step="take another checkpoint; or delete this file to load without verification",
+        ) from None
+    return manifest
+
+
+def _record_of(name: Any, values: Any, chunk_bytes: int) -> FileRecord:
+    """The record of one file, held against itself: it may say anything."""
+    if type(name) is not str or name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise ValueError(f"a file {name!r} outside of the directory")
+    size_bytes = _number(values["size_bytes"])
+    digests = bytes.fromhex(values["chunks"])
+    if len(digests) != 8 * -(-size_bytes // chunk_bytes):
+        raise ValueError(f"{len(digests) // 8} digests for {size_bytes} bytes of {name!r}")
+    if type(values["stamp"]) is not str:
+        raise TypeError(f"the stamp of {name!r}")
+    return FileRecord(name, size_bytes, values["stamp"], digests)
+
+
+def _items_of(values: Any) -> list[Item]:
+    items = []
+    for key, offset, length, at in values:
+        if type(key) is not str:
+            raise TypeError("a key that is no string")
+        place = None if at is None else tuple(_number(n) for n in at)
+        items.append(Item(key, _number(offset), _number(length), place))
+    return items
+
+
+def _number(value: Any, most: int = 1 << 62) -> int:
+    if type(value) is not int or not 0 <= value <= most:
+        raise ValueError(f"{str(value)[:50]!r} where a number from 0 to {most} was expected")
+    return value
+
+
+def require_manifest(directory: str | os.PathLike[str]) -> None:
+    """Raises CheckpointError where there is nothing to verify against."""
+    if not (Path(directory) / MANIFEST_NAME).exists():
+        raise CheckpointError(
+            f"There is no {MANIFEST_NAME} here, so nothing can be verified.",
+            where=os.fspath(directory),
+            expected="an iter_XXXXXXX directory that was saved with vime_optim",
+            next_step="`vime-optim inspect` looks a checkpoint of any origin over.",
+        )
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a checkpoint: the file, the keys concerned and the range in bytes."""
+
+    file: str
+    what: str
+    start: int = 0
+    end: int = 0
+    keys: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        span = f" bytes [{self.start}, {self.end})" if self.end else ""
+        keys = ""
+        if self.keys:
+            shown = ", ".join(self.keys[:3])
+            keys = f" holding {shown}" + (
+                f" and {len(self.keys) - 3} more" if len(self.keys) > 3 else ""
+            )
+        return f"{self.file}{span}{keys}: {self.what}"
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The outcome of `verify_directory`."""
+
+    directory: str
+    has_manifest: bool
+    problems: tuple[Problem, ...]
+    files: int
+    bytes_read: int
+    uncovered: tuple[str, ...] = ()
+    """Files in the directory that the manifest says nothing about."""
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+
+def check_entry(directory: str | os.PathLike[str], entry: Entry) -> list[Problem]:
+    """Cheap check of one file: there, of its size, and the very file that was written."""
+    record = entry.record
+    path = Path(directory) / record.name
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return [Problem(record.name, _MISSING, keys=_keys(entry.items))]
+    if not stat.S_ISREG(status.st_mode):
+        return [Problem(record.name, _NOT_PLAIN, keys=_keys(entry.items))]
+    size = status.st_size
+    if size != record.size_bytes:
+        cut = entry.items_in(min(size, record.size_bytes), max(size, record.size_bytes))
+        what = f"the file has {size} bytes, {record.size_bytes} were written"
+        return [Problem(record.name, what, min(size, record.size_bytes), size + 1, _keys(cut))]
+    if record.stamp and (stamp := read_stamp(path)) != record.stamp:
+        what = (
+            "another file under this name, or of another save:"
+            f" its stamp is {stamp or 'missing'}, {record.stamp} was written"
+        )
+        return [Problem(record.name, what, keys=_keys(entry.items))]
+    return []
+
+
+def verify_entries(
+    directory: str | os.PathLike[str],
+    entries: Sequence[Entry],
+    chunk_bytes: int = CHUNK_BYTES,
+    part: int = 0,
+    parts: int = 1,
+) -> list[Problem]:
+    """Read files whole, by several threads and a megabyte at a time, and compare their digests.
+
+    Args:
+        part, parts: read every `parts`-th chunk of the files together, beginning with number
+            `part`: the ranks of a job share the work evenly, whatever the files' sizes.
+    """
+    problems: list[Problem] = []
+    wanted: list[tuple[Entry, int]] = []
+    counted = 0
+    for number, entry in enumerate(entries):
+        found = check_entry(directory, entry)
+        if number % parts == part:
+            problems += found
+        chunks = len(entry.record.chunk_digests) // 8
+        if not any(p.what in (_MISSING, _NOT_PLAIN) for p in found):
+            wanted += [(entry, at) for at in range(chunks) if (counted + at) % parts == part]
+        counted += chunks
+    with ThreadPoolExecutor(default_threads(), thread_name_prefix="vime_optim verify") as pool:
+        step = functools.partial(_verify_chunk, Path(directory), chunk_bytes)
+        problems += [problem for problem in pool.map(step, wanted) if problem is not None]
+    return problems
+
+
+def _verify_chunk(directory: Path, chunk_bytes: int, wanted: tuple[Entry, int]) -> Problem | None:
+    entry, number = wanted
+    record = entry.record
+    start = number * chunk_bytes
+    end = min(start + chunk_bytes, record.size_bytes)
+    if _digest(directory / record.name, start, end) == record.chunk_digests[8 * number :][:8]:
+        return None
+    what = "the bytes are not those that were written (digest differs)"
+    return Problem(record.name, what, start, end, _keys(entry.items_in(start, end)))
+
+
+def _digest(path: Path, start: int, end: int) -> bytes:
+    """xxh3-64 of a range of a file, or of what there is of it."""
+    state = xxhash.xxh3_64()
+    buffer = memoryview(bytearray(min(_READ_BYTES, end - start)))
+    with open(path, "rb", buffering=0) as file:
+        while start < end:
+            count = os.preadv(file.fileno(), [buffer[: end - start]], start)
+            if count <= 0:
+                break
+            state.update(buffer[:count])
+            start += count
+    return state.digest()
+
+
+def _keys(items: Iterable[Item]) -> tuple[str, ...]:
+    return tuple(str(item) for item in items)
+
+
+def verify_directory(
+    directory: str | os.PathLike[str],
+    *,
+    deep: bool = True,
+    progress: Callable[[int], None] | None = None,
+) -> Verification:
+    """Check a checkpoint directory against its manifest. Reads one chunk at a time.
+
+    Args:
+        directory: a checkpoint directory (`iter_0000100`).
+        deep: compare digests of all bytes; False: sizes and stamps alone.
+        progress: called with the number of bytes of each file that is done.
+
+    Returns:
+        Every problem found. Without a manifest: has_manifest False and no problems.
+
+    Raises:
+        CheckpointError: the manifest is damaged.
+        OSError: a file cannot be read.
+    """
+    manifest = read_manifest(directory)
+    names = {p.relative_to(directory).as_posix() for p in Path(directory).rglob("*") if p.is_file()}
+    if manifest is None:
+        return Verification(str(directory), False, (), 0, 0, tuple(sorted(names)))
+    problems: list[Problem] = []
+    bytes_read = 0
+    for entry in manifest.entries.values():
+        if deep:
+            problems += verify_entries(directory, [entry], manifest.chunk_bytes)
+            bytes_read += entry.record.size_bytes
+        else:
+            problems += check_entry(directory, entry)
+        if progress is not None:
+            progress(entry.record.size_bytes)
+    uncovered = names - manifest.entries.keys() - {MANIFEST_NAME}
+    return Verification(
+        str(directory),
+        True,
+        tuple(problems),
+        len(manifest.entries),
+        bytes_read,
+        tuple(sorted(uncovered)),
+    )
+
+
+def amend(directory: str | os.PathLike[str], *names: str) -> None:
+    """Add files to an existing manifest (or renew them); nothing where there is no manifest."""
+    manifest = read_manifest(directory)
+    if manifest is None:
+        return
+    for name in names:
+        path = Path(directory) / name
+        if path.is_file():
+            manifest.add(digest_file(path, name, manifest.chunk_bytes))
+    manifest.write(directory)

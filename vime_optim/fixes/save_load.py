@@ -1,0 +1,209 @@
+"""Wrappers of `dist_checkpointing.save` and `load`: the same outcome on every rank."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from vime_optim.errors import CheckpointError, WriterError
+from vime_optim.probe import missing_parameters, source_of
+from vime_optim.registry import (
+    NEEDED,
+    Diagnosis,
+    Hit,
+    Target,
+    Wrap,
+    fixed_upstream,
+    not_understood,
+)
+
+_NOT_SAVED = "the checkpoint was not saved, as a rank failed"
+_NOT_LOADED = "the checkpoint was not loaded, as a rank failed"
+_LOAD_AGAIN = "the model may be half loaded: load this or an older checkpoint before going on"
+
+
+def _wrap_save(original: Any, hit: Hit) -> Any:
+    signature = inspect.signature(original)
+
+    def save(*args: Any, **kwargs: Any) -> Any:
+        directory = str(signature.bind(*args, **kwargs).arguments["checkpoint_dir"])
+        if directory.startswith("msc://"):
+            return original(*args, **kwargs)
+        from vime_optim.commit import agreement, sessions
+
+        hit()
+        operation = agreement.Operation(_NOT_SAVED, directory, WriterError)
+        with agreement.together(operation):
+            session = sessions.open_session(directory)
+            try:
+                with sessions.belonging_to(session):
+                    request = original(*args, **kwargs)
+                if request is None:
+                    session.finish()
+                else:
+                    sessions.finalized_by(session, request)
+                    operation.check()
+            except BaseException:
+                session.release()
+                raise
+        return request
+
+    return save
+
+
+def _wrap_load(original: Any, hit: Hit) -> Any:
+    signature = inspect.signature(original)
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        from vime_optim.async_save import guard
+        from vime_optim.commit import agreement, load_check, loading
+
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        directory = str(bound.arguments["checkpoint_dir"])
+        guard.before_change()  # DCP reads into the very tensors that a save may be writing
+        if directory.startswith("msc://"):
+            return original(*args, **kwargs)
+        hit()
+        # Without validation Megatron's load has no collective, and any rank may call it alone.
+        everybody = bool(bound.arguments.get("validate_access_integrity", True))
+        alone = bound.arguments.get("process_group") is not None or not everybody
+        operation = None
+        if not alone:
+            operation = agreement.Operation(_NOT_LOADED, directory, CheckpointError, _LOAD_AGAIN)
+        template = bound.arguments["sharded_state_dict"]
+        with loading.into(template, directory, operation), agreement.together(operation):
+            load_check.check_before_load(directory, collective=not alone)
+            with load_check.errors_of_ours(directory):
+                loaded = original(*args, **kwargs)
+            agreement.point()
+        return loaded
+
+    return load
+
+
+def _wrap_collective(original: Any, hit: Hit) -> Any:
+    """A function of Megatron that begins with a collective: not entered when a rank has failed."""
+
+    @functools.wraps(original)
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        from vime_optim.commit import agreement
+
+        agreement.point()
+        return original(*args, **kwargs)
+
+    return collective
+
+
+def _wrap_template(original: Any, hit: Hit) -> Any:
+    """Turns a template into what torch reads into, which up to 0.18 all ranks do together."""
+
+    @functools.wraps(original)
+    def mcore_to_pyt_state_dict(*args: Any, **kwargs: Any) -> Any:
+        from vime_optim.commit import agreement
+
+        made = original(*args, **kwargs)
+        if kwargs.get("is_loading", args[1] if len(args) > 1 else False):
+            agreement.point()
+        return made
+
+    return mcore_to_pyt_state_dict
+
+
+def _diagnose_reading(alone: bool, *needed: str) -> Callable[[ModuleType, Any], Diagnosis]:
+    """Needed where each rank plans and reads by itself (0.19 on), or where all do it together."""
+
+    def diagnose(module: ModuleType, original: Any) -> Diagnosis:
+        reason = missing_parameters(original, *needed)
+        if reason:
+            return not_understood(reason)
+        if alone != ("no_dist=True" in source_of(module.TorchDistLoadShardedStrategy.load)):
+            return fixed_upstream(
+                "of no use where ranks read " + ("together" if alone else "alone")
+            )
+        return NEEDED
+
+    return diagnose
+
+
+def _wrap_rank0_step(name: str) -> Wrap:
+    """A step that rank 0 takes alone: its failure is raised later, by all."""
+
+    def wrap(original: Any, hit: Hit) -> Any:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            from vime_optim.commit import sessions
+
+            directory = str(signature.bind(*args, **kwargs).arguments["checkpoint_dir"])
+            session = sessions.session_of(directory)
+            if session is None:
+                return original(*args, **kwargs)
+            return sessions.rank0_step(session, name, functools.partial(original, *args, **kwargs))
+
+        return step
+
+    return wrap
+
+
+def _diagnose_directory(module: ModuleType, original: Any) -> Diagnosis:
+    reason = missing_parameters(original, "checkpoint_dir")
+    return not_understood(reason) if reason else NEEDED
+
+
+def commit_targets() -> tuple[Target, ...]:
+    """Targets of the fix `writer-commit` in megatron.core.dist_checkpointing."""
+    package = "megatron.core.dist_checkpointing"
+
+    def target(module: str, name: str, wrap: Wrap, optional: bool = False) -> Target:
+        return Target(
+            f"{package}.{module}", name, wrap, diagnose=_diagnose_directory, optional=optional
+        )
+
+    common = "strategies.common"
+    return (
+        target("serialization", "save", _wrap_save),
+        target("serialization", "load", _wrap_load),
+        target("core", "save_config", _wrap_rank0_step("metadata.json")),
+        # A method up to 0.16, a function in 0.17 and 0.18, part of the sharded state from 0.19 on.
+        target(common, "TorchCommonSaveStrategy.save_common", _wrap_rank0_step("common.pt"), True),
+        target(common, "save_common", _wrap_rank0_step("common.pt"), True),
+        target("validation", "save_integrity_manifest", _wrap_rank0_step("integrity.json"), True),
+        *_collective_targets(package),
+    )
+
+
+def _collective_targets(package: str) -> tuple[Target, ...]:
+    """Where Megatron's ranks wait for one another in the course of a save or a load."""
+    collectives = (
+        ("validation", "determine_global_metadata"),
+        ("exchange_utils", "determine_main_replica_uniform_distribution"),
+        ("exchange_utils", "exchange_by_distribution"),
+        ("exchange_utils", "exchange_loaded_objects_gather_object"),
+        ("strategies.state_dict_saver", "save_state_dict_async_plan"),
+        ("strategies.state_dict_saver", "verify_global_md_reuse"),
+    )
+    nvrx = "nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver"
+    return (
+        *(Target(f"{package}.{module}", name, _wrap_collective) for module, name in collectives),
+        *(
+            Target(nvrx, name, _wrap_collective, optional=True)
+            for name in ("save_state_dict_async_plan", "verify_global_md_reuse")
+        ),
+        Target(
+            f"{package}.strategies.torch",
+            "mcore_to_pyt_state_dict",
+            _wrap_template,
+            _diagnose_reading(False, "is_loading"),
+        ),
+        Target(
+            f"{package}.strategies.torch",
+            "MCoreLoadPlanner.finish_plan",
+            _wrap_collective,
+            _diagnose_reading(True),
+        ),
+    )
