@@ -27,7 +27,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.checkpoint.synthetic import write_synthetic
+from tests.tools.synthetic import write_synthetic
 from vime_optim.tools.commands import byte_count
 from vime_optim.tools.diff import diff_checkpoints
 

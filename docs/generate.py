@@ -2,7 +2,7 @@
 
 Run: python -m docs.generate
 
-tests/test_docs.py fails when what is committed differs from what this makes.
+tests/project/test_docs.py fails when what is committed differs from what this makes.
 """
 
 from __future__ import annotations

@@ -96,10 +96,10 @@ def clients_tree_of(nodeid: str) -> str:
 #: one rank's failures; each of it takes minutes.
 CI_ONLY = (
     "tests/clients/",
-    "tests/test_package.py",
+    "tests/project/test_package.py",
     "tests/test_patches.py::test_install_on_top_resumes_exactly",
     "tests/test_patches.py::test_resumes_exactly_without_install",
-    "tests/test_reported_faults.py",
+    "tests/fixes/test_reported_faults.py",
     "tests/verify/test_ray.py",
     "tests/verify/test_stock.py",
     "tests/writer/test_joint.py",

@@ -17,7 +17,7 @@ def test_masters_of_both_halves_come_back(
 ) -> None:
     """A load builds the parts anew, with masters made of the parameters, rounded as they are."""
     (answer,) = launchers.get("0.16.1").run(
-        "tests.hybrid_job:reload",
+        "tests.fixes.hybrid_job:reload",
         world_size=1,
         payload={"dtype": dtype, "fraction": fraction},
         out=tmp_path / "out",
@@ -35,7 +35,7 @@ def test_masters_of_both_halves_come_back(
 def test_state_is_made_without_random_numbers(launchers: LauncherPool, tmp_path: Path) -> None:
     """F15: Megatron's own dummy_step() steps on random gradients."""
     (answer,) = launchers.get("0.16.1").run(
-        "tests.hybrid_job:fresh_state", world_size=1, payload={}, out=tmp_path / "out"
+        "tests.fixes.hybrid_job:fresh_state", world_size=1, payload={}, out=tmp_path / "out"
     )
     assert answer == {
         "rng_untouched": True,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.conftest import copy_of, memory_peak, stock  # noqa: F401  (fixtures)
+from tests.tools.conftest import copy_of, memory_peak, stock  # noqa: F401  (fixtures)
 from tests.writer.hostile import SIGN, changes
 from tests.writer.launch import launch, results, tree_of
 from vime_optim.files.fastfile import digest_file

@@ -5,7 +5,7 @@ Facts about Megatron itself, with or without vime_optim. torch: from 0.18 on a l
 2026-12-01: a resume with CPU offload is exact on 0.16.1 and 0.17.1, and on 0.18.2 the load ends in
 that TypeError. Python: `Requires-Python` of the wheels; their code also runs
 on older ones when it is unpacked or checked out, but for megatron.training from 0.19 on, which
-imports `typing.override`. tests/test_support.py asks the releases' own files.
+imports `typing.override`. tests/tools/test_support.py asks the releases' own files.
 """
 
 from __future__ import annotations

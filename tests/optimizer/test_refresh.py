@@ -1,0 +1,66 @@
+"""Masters that were restored outlive a refresh from the parameters; other weights do not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import LauncherPool
+from vime_optim.optimizer.refresh import is_rounded_to
+from vime_optim.verify.case import Case
+from vime_optim.verify.compare import compare, load_state
+
+matrix = pytest.mark.matrix
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "0.16.1,hybrid,pao,f=0.5,dp=2",
+        "0.16.1,hybrid,nopao,f=0.5,torchonly,dp=2",
+        "0.16.1,fused,pao,dp=2",
+        "0.16.1,torch,dp=2",
+        pytest.param("0.19.2,hybrid,pao,f=0.5,torchonly,dp=2", marks=matrix),
+        pytest.param("0.19.2,hybrid,pao,f=1.0,dp=2,dp_reshardable", marks=matrix),
+        pytest.param("0.15.3,hybrid,pao,f=0.5,dp=2", marks=matrix),
+        pytest.param("0.19.2,fused,pao,dp=2", marks=matrix),
+        pytest.param("0.16.1,fused,nopao,dp=2", marks=matrix),
+    ],
+)
+def test_a_refresh_after_a_load_keeps_masters(
+    words: str, launchers: LauncherPool, tmp_path: Path
+) -> None:
+    case = Case.parse(words)
+    payload = {
+        "case": case.to_dict(),
+        "directory": str(tmp_path / "checkpoint"),
+        "captures": str(tmp_path / "captures"),
+        "step": case.num_steps,
+    }
+    launcher = launchers.get(case.megatron)
+    launcher.run("vime_optim.verify.job:save", world_size=2, payload=payload, out=tmp_path / "save")
+    answers = launcher.run(
+        "tests.optimizer.refresh_job:resume", world_size=2, payload=payload, out=tmp_path / "resume"
+    )
+    captures = tmp_path / "captures"
+    assert compare(load_state(captures / "after_save"), load_state(captures / "resumed")) == []
+    ways = {"reload_model_params"}
+    if "hybrid" in words:
+        ways |= {"Megatron-Bridge", "NeMo-RL"}
+    for answer in answers:
+        assert answer["moved"] == {way: [] for way in ways}
+        assert answer["stale"] == {way: [] for way in ways}
+        assert ("hybrid" in words) == bool(answer["hits"]["framework-refresh"])
+
+
+def test_a_master_is_its_parameter_rounded_or_not() -> None:
+    master = torch.tensor([1.001, -2.5, 0.3])
+    assert is_rounded_to(master, master.to(torch.bfloat16))
+    assert not is_rounded_to(master, master.to(torch.bfloat16).nextafter(torch.tensor(9.0)))
+    tie = torch.tensor([0x3F808000, 0x3F818000], dtype=torch.int32).view(torch.float32)
+    away = torch.tensor([0x3F81, 0x3F82], dtype=torch.int16).view(torch.bfloat16)
+    assert not torch.equal(tie.to(torch.bfloat16), away)
+    assert is_rounded_to(tie, away)
+    assert not is_rounded_to(tie + 2**-20, torch.tensor([1.0, 1.0], dtype=torch.bfloat16))
