@@ -15,8 +15,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from tests.cases import Case
 from vime_optim.tools import support
-from vime_optim.verify.case import Case
 
 PAGE = Path(__file__).parent / "matrix.md"
 TOGETHER = f"""## Versions that go together

@@ -1,8 +1,10 @@
 """Many cases in one template process, one line each; the developer's test bench.
 
-    python -m tests.bench --megatron 0.16.1 CASE [CASE ...]
+    python -m tests.bench --megatron 0.16.1 \\
+        'hybrid,pao,f=1,fully_reshardable,dp=2,stock' 'hybrid,pao,f=0.5,fully_reshardable,dp=2->3'
 
-See launch.py for examples and case.py for the words of a case.
+The words of a case are listed at the top of cases.py. Captures, checkpoints and the logs of every
+rank stay below `--dir` when one is given.
 """
 
 from __future__ import annotations
@@ -13,15 +15,15 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests.cases import Case
 from vime_optim.errors import VimeOptimError
-from vime_optim.verify.case import Case
 from vime_optim.verify.launch import open_launcher
 from vime_optim.verify.runner import Outcome, run_case
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench")
-    parser.add_argument("cases", nargs="+", help="compact spellings of cases, see case.py")
+    parser.add_argument("cases", nargs="+", help="compact spellings of cases, see tests/cases.py")
     parser.add_argument("--megatron", action="append", help="release or path; may be repeated")
     parser.add_argument(
         "--stock", action="store_true", help="also run every case without install()"

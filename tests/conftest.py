@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.cases import Case
 from tests.skips import (  # noqa: F401
     pytest_configure,
     pytest_make_collect_report,
@@ -16,7 +17,6 @@ from tests.skips import (  # noqa: F401
     pytest_terminal_summary,
 )
 from vime_optim.tools.megatron_source import RELEASES, SOURCE_TREES, fetch
-from vime_optim.verify.case import Case
 from vime_optim.verify.launch import ForkLauncher
 from vime_optim.verify.runner import Outcome, run_case
 

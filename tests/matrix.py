@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
+from tests.cases import GROUPS, Case
 from vime_optim.tools.megatron_source import RELEASES, SOURCE_TREES
-from vime_optim.verify.case import GROUPS, Case
 
 #: Every optimizer of the matrix, in the words of a case.
 BACKENDS = (

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import Case
 from vime_optim.simulate import bootstrap_env
 from vime_optim.tools.megatron_source import RELEASES, fetch
-from vime_optim.verify.case import Case
 from vime_optim.verify.launch import ForkLauncher
 from vime_optim.verify.runner import run_case
 

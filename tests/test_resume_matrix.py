@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 import vime_optim
+from tests.cases import Case
 from tests.matrix import full, needed_faults, spread
 from vime_optim.fixes.sharding import FULLY, TYPE_KEY, recorded_types
 from vime_optim.tools.reader import Checkpoint
-from vime_optim.verify.case import Case
 from vime_optim.verify.runner import Outcome
 
 Run = Callable[[Case], Outcome]

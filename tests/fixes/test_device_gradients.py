@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.cases import Case
 from tests.conftest import LauncherPool
-from vime_optim.verify.case import Case
 from vime_optim.verify.compare import compare, load_state
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import Case
 from tests.conftest import LauncherPool
 from vime_optim.tools.megatron_source import fetch
-from vime_optim.verify.case import Case
 from vime_optim.verify.launch import ForkLauncher
 from vime_optim.verify.runner import CaseRun, Outcome
 

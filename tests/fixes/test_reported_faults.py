@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import Case
 from tests.conftest import LauncherPool
 from vime_optim.errors import VerifyError
 from vime_optim.tools.megatron_source import RELEASES
-from vime_optim.verify.case import Case
 from vime_optim.verify.runner import CaseRun, Outcome, record_error
 
 Run = Callable[[Case], Outcome]
@@ -108,7 +108,7 @@ IN_CI = {
     for fault, words, _ in FAULTS
     if fault in ("F22", "F23") or words.endswith("max_lr,1bucket") or "noqk" in words
 }
-#: 0.19 pairs groups by these values; 0.15 has other means to make groups (see model_optimizer).
+#: 0.19 pairs groups by these values; 0.15 has other means to make groups (see tests/models.py).
 RIGHT_IN_STOCK = {("F24", "0.19.2"), ("F24", "0.15.3")}
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import Case
 from tests.conftest import LauncherPool
-from vime_optim.verify.case import Case
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vime_optim.verify.case import Case
+from tests.cases import Case
 from vime_optim.verify.runner import Outcome, run_case
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import resident as gpu
 
-from vime_optim.verify.case import Case
+from tests.cases import Case
 from vime_optim.verify.compare import compare, load_state
 
 pytestmark = [

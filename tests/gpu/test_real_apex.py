@@ -35,7 +35,7 @@ def _needs_apex() -> None:
 def _classes() -> tuple[Any, Any]:
     from apex.optimizers import FusedAdam as Real
 
-    from vime_optim.simulate.apex_adam import FusedAdam as StandIn
+    from tests.simulate.apex_adam import FusedAdam as StandIn
 
     return Real, StandIn
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import resident as gpu
 
-from vime_optim.verify.case import Case
+from tests.cases import Case
 from vime_optim.verify.runner import Outcome, run_case
 
 pytestmark = pytest.mark.gpu

@@ -16,18 +16,20 @@ from typing import Any
 import pytest
 import torch
 
+from tests.cases import Case
 from tests.conftest import LauncherPool
+from tests.simulate import apex_adam
+from tests.simulate.apex import MODULES
+from tests.simulate.apex_adam import FusedAdam
 from vime_optim.errors import OptimizerStateError, SettingsError
 from vime_optim.optimizer.fresh_state import _ensure
 from vime_optim.optimizer.groups_only import GroupsOnly
 from vime_optim.optimizer.kinds import is_apex, is_native, is_transformer_engine
 from vime_optim.optimizer.soundness import _check_groups
 from vime_optim.optimizer.steps import read_step, steps_as_numbers, write_step
-from vime_optim.simulate import apex_adam, device
+from vime_optim.simulate import device
 from vime_optim.simulate import fused_adam as te
-from vime_optim.simulate.apex_adam import FusedAdam
-from vime_optim.simulate.megatron import _hide_optimizers_modules, _show_apex_modules
-from vime_optim.verify.case import Case
+from vime_optim.simulate.megatron import hide_modules, show_modules
 from vime_optim.verify.compare import compare, load_state
 
 
@@ -91,13 +93,13 @@ def test_the_stand_in_is_told_apart() -> None:
 
 
 def test_pickle_finds_the_stand_in_where_apex_is_shown() -> None:
-    _show_apex_modules(FusedAdam)
+    show_modules(FusedAdam, MODULES)
     try:
         assert pickle.loads(pickle.dumps(FusedAdam)) is FusedAdam
         with pytest.raises(ImportError):
             exec("from apex.multi_tensor_apply import multi_tensor_applier")
     finally:
-        _hide_optimizers_modules()
+        hide_modules()
     with pytest.raises(ImportError):
         exec("import apex.optimizers.fused_adam")
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.cases import Case
 from tests.conftest import LauncherPool
 from vime_optim.optimizer.refresh import is_rounded_to
-from vime_optim.verify.case import Case
 from vime_optim.verify.compare import compare, load_state
 
 matrix = pytest.mark.matrix

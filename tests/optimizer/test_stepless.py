@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.cases import Case
 from tests.conftest import LauncherPool
-from vime_optim.verify.case import Case
 from vime_optim.verify.compare import compare, load_state
 
 

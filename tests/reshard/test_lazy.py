@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.cases import Case
 from tests.conftest import LauncherPool
 from vime_optim.files import fastfile
 from vime_optim.files.lazy import LazyValue
 from vime_optim.optimizer.slots import RemainderSlot, ScaledSlot, Slot
 from vime_optim.simulate import device as simulated
 from vime_optim.simulate.float8 import Float8Quantizer
-from vime_optim.verify.case import Case
 
 NUMEL = 1000
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.cases import Case
 from tests.conftest import LauncherPool
 from vime_optim.tools.megatron_source import RELEASES
-from vime_optim.verify.case import Case
 from vime_optim.verify.compare import compare, load_state
 
 MATRIX = pytest.mark.matrix

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from tests.cases import Case
 from tests.conftest import LauncherPool
 from tests.install.test_install import run_script
 from vime_optim.tools.megatron_source import fetch
-from vime_optim.verify.case import Case
 from vime_optim.verify.compare import compare, load_state
 
 

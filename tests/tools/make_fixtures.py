@@ -57,7 +57,7 @@ def patched_tree(releases: Path, scratch: Path) -> Path:
 
 def write(name: str, tree: Path, spelling: str, scratch: Path) -> None:
     """Runs one case and packs its checkpoint."""
-    from vime_optim.verify.case import Case
+    from tests.cases import Case
     from vime_optim.verify.launch import open_launcher
 
     case = Case.parse(spelling)

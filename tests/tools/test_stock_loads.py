@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from tests.cases import Case
 from tests.conftest import LauncherPool
 from tests.tools.conftest import Unpack
 from vime_optim.tools.diff import EQUAL, diff_checkpoints
 from vime_optim.tools.export import export_checkpoint
 from vime_optim.tools.importer import import_checkpoint
 from vime_optim.tools.repair import repair_checkpoint
-from vime_optim.verify.case import Case
 from vime_optim.verify.launch import RankFailure
 
 TARGET = "tests.tools.fixture_job:"

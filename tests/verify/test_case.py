@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from tests.cases import Case
 from tests.matrix import full, spread
 from vime_optim.errors import VerifyError
-from vime_optim.verify.case import Case
 
 
 def test_names_and_json_of_the_whole_matrix_read_back() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from vime_optim.verify.case import Case
+from tests.cases import Case
 from vime_optim.verify.compare import REPLICAS_DISAGREE
 from vime_optim.verify.explain import explain, faults
 from vime_optim.verify.runner import Outcome, Stage

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import Case
 from vime_optim.errors import VerifyError
 from vime_optim.tools.megatron_source import fetch
-from vime_optim.verify.case import Case
 from vime_optim.verify.launch import RankFailure
 from vime_optim.verify.ray_launch import RayLauncher, check_socket_room
 from vime_optim.verify.runner import run_case

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from vime_optim.verify.case import Case
+from tests.cases import Case
 from vime_optim.verify.runner import CaseRun, Outcome, Stage
 
 CASE = Case.parse("0.16.1,hybrid,pao,f=1,dp=2")

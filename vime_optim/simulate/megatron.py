@@ -8,6 +8,7 @@ import os
 import sys
 import types
 import warnings
+from collections.abc import Mapping
 from typing import Literal
 
 from vime_optim.errors import SettingsError
@@ -17,29 +18,28 @@ from vime_optim.simulate.bootstrap import bootstrap_env
 from vime_optim.simulate.triton_stub import provide_triton
 
 # What Transformer Engine's `pytorch.optimizers` offers that megatron's optimizer code imports late.
+# This leaf alone answers: without its parents, `import transformer_engine` fails as it should.
 _TE_MODULE = "transformer_engine.pytorch.optimizers"
-# Where pickle looks for the class of Apex, which stock puts into checkpoints (F9).
-_APEX_MODULES = ("apex", "apex.optimizers", "apex.optimizers.fused_adam")
-_SHOWN = "__shown_by_vime_optim__"
 SIMULATED_TE_VERSION = "2.20.2"
+_shown: dict[str, types.ModuleType] = {}
 
 
-def prepare(optimizer: Literal["torch", "te", "apex"]) -> None:
+def prepare(optimizer: Literal["torch", "te"]) -> None:
     """Imports megatron-core without Transformer Engine and settles which Adam its optimizers use.
 
     Switches the simulated device on, in processes started from here on too. May be called again
     with the other choice. megatron-core must be importable.
 
     Args:
-        optimizer: "torch" for torch.optim's Adam, "te" and "apex" for the stand-ins of Transformer
-            Engine's and NVIDIA Apex's FusedAdam.
+        optimizer: "torch" for torch.optim's Adam, "te" for the stand-in of Transformer Engine's
+            FusedAdam.
 
     Raises:
         SettingsError: another value of `optimizer`.
     """
-    if optimizer not in ("torch", "te", "apex"):
+    if optimizer not in ("torch", "te"):
         raise SettingsError(
-            "unknown optimizer to simulate", got=optimizer, expected="'torch', 'te' or 'apex'"
+            "unknown optimizer to simulate", got=optimizer, expected="'torch' or 'te'"
         )
     device.enable()
     os.environ.update(bootstrap_env(os.environ))
@@ -47,13 +47,13 @@ def prepare(optimizer: Literal["torch", "te", "apex"]) -> None:
     core = _import_megatron()
     distributed = importlib.import_module("megatron.core.distributed")
     wrap_megatron_hooks(distributed.DistributedDataParallel)
-    _complete_router()
-    if optimizer == "te":
-        _use_transformer_engine(core)
-    elif optimizer == "apex":
-        _use_apex(core)
-    else:
+    complete_router()
+    if optimizer == "torch":
         _use_torch(core)
+        return
+    from vime_optim.simulate.fused_adam import FusedAdam
+
+    use_fused_adam(FusedAdam, "TE", SIMULATED_TE_VERSION, {_TE_MODULE: {}})
 
 
 def _import_megatron() -> dict[str, types.ModuleType]:
@@ -71,8 +71,8 @@ def _import_megatron() -> dict[str, types.ModuleType]:
         }
 
 
-def _complete_router() -> None:
-    """Before 0.17 the MoE router reads a name that is only imported with Transformer Engine."""
+def complete_router() -> None:
+    """In 0.16 and 0.17 the MoE router reads a name that only Transformer Engine brings."""
     utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(utils, "te_general_gemm"):
         utils.te_general_gemm = None  # type: ignore[attr-defined]
@@ -81,29 +81,40 @@ def _complete_router() -> None:
 def _use_torch(core: dict[str, types.ModuleType]) -> None:
     import torch
 
-    _hide_optimizers_modules()
+    hide_modules()
     _set_adam(core, torch.optim.AdamW, None)
     _set_te_version(core, None)
 
 
-def _use_transformer_engine(core: dict[str, types.ModuleType]) -> None:
-    from vime_optim.simulate.fused_adam import FusedAdam
+def use_fused_adam(
+    adam: type,
+    owner: Literal["TE", "APEX"],
+    te_version: str | None,
+    modules: Mapping[str, Mapping[str, object]],
+) -> None:
+    """Have Megatron's optimizers use this FusedAdam; for `modules` see `show_modules`."""
+    core = _import_megatron()
+    hide_modules()
+    _set_adam(core, adam, owner)
+    _set_te_version(core, te_version)
+    show_modules(adam, modules)
 
-    _hide_optimizers_modules()
-    _set_adam(core, FusedAdam, "TE")
-    _set_te_version(core, SIMULATED_TE_VERSION)
-    _show_te_module(FusedAdam)
+
+def show_modules(adam: type, modules: Mapping[str, Mapping[str, object]]) -> None:
+    """Have `import` find modules with FusedAdam, and with these names, in each."""
+    for name, members in modules.items():
+        module = _shown[name] = types.ModuleType(name)
+        vars(module).update({"FusedAdam": adam, **members})
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+    sys.modules.update(_shown)
 
 
-def _use_apex(core: dict[str, types.ModuleType]) -> None:
-    from vime_optim.simulate.apex_adam import FusedAdam
-
-    # What builds models asks for `apex` on import and would take norms from it, which it has not.
-    importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
-    _hide_optimizers_modules()
-    _set_adam(core, FusedAdam, "APEX")
-    _set_te_version(core, None)
-    _show_apex_modules(FusedAdam)
+def hide_modules() -> None:
+    """Take back what `use_fused_adam` showed; a package that is installed stays."""
+    for name, module in _shown.items():
+        if sys.modules.get(name) is module:
+            del sys.modules[name]
+    _shown.clear()
 
 
 def _set_adam(
@@ -133,32 +144,3 @@ def _set_te_version(core: dict[str, types.ModuleType], version: str | None) -> N
     for module in core.values():
         if hasattr(module, "is_te_min_version"):
             module.is_te_min_version = is_te_min_version  # type: ignore[attr-defined]
-
-
-def _show_te_module(adam: type) -> None:
-    # OptimizerConfig imports FusedAdam when it is built. The leaf alone answers that import:
-    # without its parents, `import transformer_engine` goes on to fail as it should.
-    _show(_TE_MODULE, FusedAdam=adam)
-
-
-def _show_apex_modules(adam: type) -> None:
-    # With parents, without which pickle finds no class. What Megatron imports late of Apex beside
-    # its optimizers is in none of them, and is looked for in vain as before.
-    for name in _APEX_MODULES[1:]:
-        _show(name, FusedAdam=adam)
-    _show(_APEX_MODULES[0], optimizers=sys.modules[_APEX_MODULES[1]])
-
-
-def _show(name: str, **members: object) -> None:
-    module = types.ModuleType(name)
-    vars(module).update(members)
-    module.__spec__ = importlib.machinery.ModuleSpec(name, None)
-    vars(module)[_SHOWN] = True
-    sys.modules[name] = module
-
-
-def _hide_optimizers_modules() -> None:
-    """Take back what was shown; a package that is installed stays."""
-    for name in (_TE_MODULE, *_APEX_MODULES):
-        if hasattr(sys.modules.get(name), _SHOWN):
-            del sys.modules[name]

@@ -1,11 +1,12 @@
 """The functions that launches run on every rank. Each takes and returns plain data.
 
-Payload: `case` (Case.to_dict()), `directory` (checkpoints), `captures` (folder for captures), and
-`step` for the phases that start from a checkpoint.
+Payload: `case` (Case.to_dict(); `type` names the class of a test's), `directory` (checkpoints),
+`captures` (folder for captures), and `step` for the phases that start from a checkpoint.
 """
 
 from __future__ import annotations
 
+import pkgutil
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ import torch
 
 from vime_optim.verify import checkpointing, training, transplant
 from vime_optim.verify.capture import capture, chained
-from vime_optim.verify.case import Backend, Case
-from vime_optim.verify.model import Job, build
+from vime_optim.verify.case import Case
+from vime_optim.verify.model import Builder, Job
 from vime_optim.verify.train import train
 
 
@@ -75,25 +76,16 @@ def reference(payload: dict[str, Any]) -> dict[str, Any]:
 
 
 def _start(payload: dict[str, Any], *, loading: bool) -> tuple[Case, Job]:
-    case = Case.from_dict(payload["case"])
-    backend = case.load_backend if loading else case.backend
-    _prepare_optimizers(backend)
+    values = payload["case"]
+    kind: type[Case] = pkgutil.resolve_name(values["type"]) if "type" in values else Case
+    case = kind.from_dict(values)
+    builder: Builder = pkgutil.resolve_name(case.builder)(case, loading=loading)
+    builder.prepare()
     if case.install:
         import vime_optim
 
         vime_optim.install()
-    layout = case.load_layout if loading else case.layout
-    seed = case.seed + (77 if loading else 0)
-    return case, build(case, layout, backend, seed, loading=loading)
-
-
-def _prepare_optimizers(backend: Backend) -> None:
-    """On the simulated device, put the stand-in for a FusedAdam in place, or take it away."""
-    from vime_optim.simulate import device, megatron
-
-    if device.is_enabled():
-        torch_only = backend.optimizer == "torch" or backend.torch_only
-        megatron.prepare("torch" if torch_only else "apex" if backend.apex else "te")
+    return case, builder.build()
 
 
 def _capture(payload: dict[str, Any], job: Job, name: str) -> dict[str, Any]:

@@ -3,14 +3,6 @@
     with open_launcher("0.16.1") as launcher:
         launcher.run("vime_optim.verify.job:save", world_size=2, payload={...}, out=folder)
 
-To try cases by hand, many in one template process, one line each::
-
-    python -m tests.bench --megatron 0.16.1 \\
-        'hybrid,pao,f=1,fully_reshardable,dp=2,stock' 'hybrid,pao,f=0.5,fully_reshardable,dp=2->3'
-
-The words of a case are listed at the top of case.py. Captures, checkpoints and the logs of every
-rank stay below `--dir` when one is given (`--keep-going`, `--json` and `-v` help with many).
-
 On the simulated device one template process imports torch and megatron-core (6 to 10 s) and forks
 the ranks of every launch (server.py). On real devices each rank is a process of its own.
 """

@@ -7,6 +7,7 @@ data-parallel borders cut parameters anywhere.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,6 @@ import numpy as np
 import torch
 
 from vime_optim.verify.case import Backend, Case, Layout
-from vime_optim.verify.model_optimizer import build_optimizer
 
 HIDDEN_SIZE = 40
 HEAD_SIZE = 12
@@ -31,6 +31,10 @@ SEQUENCE_LENGTH = 8
 GLOBAL_BATCH_SIZE = 12
 #: Elements; small enough that the model needs several buckets.
 BUCKET_NUMEL = 9000
+LR = 2e-2
+MIN_LR = 1e-4
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
 
 
 @dataclass
@@ -56,26 +60,123 @@ class Job:
         return module
 
 
-def build(case: Case, layout: Layout, backend: Backend, seed: int, *, loading: bool = False) -> Job:
-    """Initialize model parallelism and build model, optimizer and scheduler for one side."""
-    from megatron.core import parallel_state, tensor_parallel
+class Builder:
+    """Builds what one side of a case trains with; tests override what they have beyond it."""
 
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        expert_model_parallel_size=layout.ep,
-    )
-    seed_everything(seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    device = torch.device("cuda", torch.cuda.current_device())
-    model = _build_model(case, layout, device)
-    optimizer = build_optimizer(case, backend, model, loading=loading)
-    if case.fp16:
-        model.config.grad_scale_func = optimizer.scale_loss
-    # Stages of a pipeline draw different amounts while they build; all continue alike from here.
-    seed_everything(seed + 1)
-    job = Job(case, layout, backend, model, optimizer, _build_scheduler(optimizer), device)
-    return job
+    def __init__(self, case: Case, *, loading: bool) -> None:
+        self.case = case
+        self.loading = loading
+        self.layout = case.load_layout if loading else case.layout
+        self.backend = case.load_backend if loading else case.backend
+
+    def prepare(self) -> None:
+        """On the simulated device, put the stand-in for FusedAdam in place, or take it away."""
+        from vime_optim.simulate import device, megatron
+
+        if device.is_enabled():
+            megatron.prepare("torch" if self.backend.optimizer == "torch" else "te")
+
+    def build(self) -> Job:
+        """Initialize model parallelism and build model, optimizer and scheduler."""
+        from megatron.core import parallel_state, tensor_parallel
+
+        layout, seed = self.layout, self.case.seed + (77 if self.loading else 0)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            expert_model_parallel_size=layout.ep,
+        )
+        seed_everything(seed)
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        device = torch.device("cuda", torch.cuda.current_device())
+        model = self._build_model(device)
+        optimizer = self.build_optimizer(model)
+        # Stages of a pipeline draw different amounts while they build; all go on alike from here.
+        seed_everything(seed + 1)
+        scheduler = build_scheduler(optimizer, LR, MIN_LR, GLOBAL_BATCH_SIZE, decay_batches=20)
+        return Job(self.case, layout, self.backend, model, optimizer, scheduler, device)
+
+    def _build_model(self, device: torch.device) -> Any:
+        from megatron.core import parallel_state
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        from vime_optim.simulate.megatron import complete_router
+
+        complete_router()
+        config = TransformerConfig(**self.model_config())
+        gpt = GPTModel(
+            config=config,
+            transformer_layer_spec=self.layer_spec(config),
+            vocab_size=VOCAB_SIZE,
+            max_sequence_length=SEQUENCE_LENGTH,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            share_embeddings_and_output_weights=self.case.tied,
+            position_embedding_type="rope",
+            rotary_percent=1.0,
+        )
+        model = half_precision(gpt, device)
+        self.change_parameters(gpt)
+        return data_parallel(model, overlap_grad_reduce=True, bucket_size=self.bucket_numel())
+
+    def model_config(self) -> dict[str, Any]:
+        """Arguments of Megatron's TransformerConfig."""
+        values: dict[str, Any] = {
+            **plain_gpt(),
+            "normalization": _normalization(),
+            "num_layers": NUM_LAYERS,
+            "hidden_size": HIDDEN_SIZE,
+            "num_attention_heads": NUM_HEADS,
+            "num_query_groups": NUM_KV_HEADS,
+            "kv_channels": HEAD_SIZE,
+            "ffn_hidden_size": FFN_SIZE,
+            "qk_layernorm": True,
+            "use_cpu_initialization": True,
+            "tensor_model_parallel_size": self.layout.tp,
+            "pipeline_model_parallel_size": self.layout.pp,
+            "expert_model_parallel_size": self.layout.ep,
+        }
+        if self.case.moe != "none":
+            values |= {
+                "num_moe_experts": NUM_EXPERTS,
+                "moe_router_topk": 2,
+                "moe_ffn_hidden_size": EXPERT_FFN_SIZE,
+                "moe_token_dispatcher_type": "alltoall",
+                "moe_aux_loss_coeff": 1e-2,
+            }
+        return values
+
+    def layer_spec(self, config: Any) -> Any:
+        """For a TransformerConfig."""
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+        return get_gpt_layer_local_spec(
+            num_experts=config.num_moe_experts,
+            qk_layernorm=config.qk_layernorm,
+            normalization=config.normalization,
+        )
+
+    def change_parameters(self, gpt: Any) -> None:
+        """Called with the model before DDP lays its parameters into buckets."""
+
+    def bucket_numel(self) -> int | None:
+        return None if self.case.one_bucket else BUCKET_NUMEL
+
+    def build_optimizer(self, model: Any) -> Any:
+        from megatron.core.optimizer import get_megatron_optimizer
+
+        return get_megatron_optimizer(optimizer_config(self.optimizer_values()), [model])
+
+    def optimizer_values(self) -> dict[str, Any]:
+        """Arguments of Megatron's OptimizerConfig."""
+        return {
+            **of_backend(self.backend),
+            "lr": LR,
+            "min_lr": MIN_LR,
+            "weight_decay": 0.05,
+            "clip_grad": 1.0,
+        }
 
 
 def seed_everything(seed: int) -> None:
@@ -85,116 +186,24 @@ def seed_everything(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
-def _build_model(case: Case, layout: Layout, device: torch.device) -> Any:
-    from megatron.core import parallel_state
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.transformer.module import Float16Module
-
-    config = _transformer_config(case, layout)
-    if case.moe != "none":
-        _allow_moe_without_te()
-    gpt = GPTModel(
-        config=config,
-        transformer_layer_spec=_layer_spec(case, config),
-        vocab_size=VOCAB_SIZE,
-        max_sequence_length=SEQUENCE_LENGTH,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=case.tied,
-        position_embedding_type="rope",
-        rotary_percent=1.0,
-    )
-    for parameter in gpt.parameters():
-        parameter.data = parameter.data.to(device)
-    for buffer in gpt.buffers():
-        buffer.data = buffer.data.to(device)
-    model = Float16Module(config, gpt)
-    if case.fp32_norm:
-        _keep_input_norms_in_fp32(gpt)
-    _freeze(case, gpt)
-    ddp = DistributedDataParallel(
-        config=config,
-        ddp_config=DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=True,
-            overlap_grad_reduce=True,
-            bucket_size=None if case.one_bucket else case.bucket_numel or BUCKET_NUMEL,
-        ),
-        module=model,
-    )
-    config.no_sync_func = ddp.no_sync
-    config.finalize_model_grads_func = finalize_model_grads
-    return ddp
-
-
-def _transformer_config(case: Case, layout: Layout) -> Any:
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    moe: dict[str, Any] = {}
-    if case.moe != "none":
-        moe = {
-            "num_moe_experts": NUM_EXPERTS,
-            "moe_router_topk": 2,
-            "moe_ffn_hidden_size": EXPERT_FFN_SIZE,
-            "moe_token_dispatcher_type": "alltoall",
-            "moe_aux_loss_coeff": 1e-2,
-            "moe_grouped_gemm": case.moe == "grouped",
-        }
-    if case.moe_layers != "all":
-        where = 0 if case.moe_layers == "first" else NUM_LAYERS - 1
-        moe["moe_layer_freq"] = [int(layer == where) for layer in range(NUM_LAYERS)]
-    return TransformerConfig(
-        num_layers=NUM_LAYERS,
-        hidden_size=HIDDEN_SIZE,
-        num_attention_heads=NUM_HEADS,
-        num_query_groups=NUM_KV_HEADS,
-        kv_channels=HEAD_SIZE,
-        ffn_hidden_size=FFN_SIZE,
-        normalization=_normalization(),
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        qk_layernorm=case.qk_norm,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        fp16=case.fp16,
-        bf16=not case.fp16,
-        params_dtype=torch.float16 if case.fp16 else torch.bfloat16,
-        pipeline_dtype=torch.float16 if case.fp16 else torch.bfloat16,
-        use_cpu_initialization=True,
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        expert_model_parallel_size=layout.ep,
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
-        **moe,
-    )
-
-
-def _layer_spec(case: Case, config: Any) -> Any:
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_decoder_block_spec,
-        get_gpt_layer_local_spec,
-    )
-
-    if case.moe_layers != "all":
-        return get_gpt_decoder_block_spec(
-            config, use_transformer_engine=False, normalization=config.normalization
-        )
-    return get_gpt_layer_local_spec(
-        num_experts=None if case.moe == "none" else NUM_EXPERTS,
-        moe_grouped_gemm=case.moe == "grouped",
-        qk_layernorm=case.qk_norm,
-        normalization=config.normalization,
-    )
+def plain_gpt() -> dict[str, Any]:
+    """Arguments of TransformerConfig: bfloat16, SwiGLU, no bias, nothing fused."""
+    return {
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "bf16": True,
+        "params_dtype": torch.bfloat16,
+        "pipeline_dtype": torch.bfloat16,
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "apply_rope_fusion": False,
+        "gradient_accumulation_fusion": False,
+    }
 
 
 def _normalization() -> str:
@@ -205,52 +214,77 @@ def _normalization() -> str:
     return "LayerNorm" if fused else "RMSNorm"
 
 
-def _allow_moe_without_te() -> None:
-    """megatron-core 0.16 and 0.17 read this name in their router, and define it only with TE."""
-    from megatron.core.transformer.moe import moe_utils
+def half_precision(gpt: Any, device: torch.device) -> Any:
+    """A GPTModel on a device, in Megatron's Float16Module."""
+    from megatron.core.transformer.module import Float16Module
 
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
-
-
-def _freeze(case: Case, gpt: Any) -> None:
-    for name, parameter in gpt.named_parameters():
-        if case.trained != "all":
-            parameter.requires_grad_((".experts." in name) == (case.trained == "experts"))
+    for tensor in (*gpt.parameters(), *gpt.buffers()):
+        tensor.data = tensor.data.to(device)
+    return Float16Module(gpt.config, gpt)
 
 
-def _keep_input_norms_in_fp32(gpt: Any) -> None:
-    """Make the input norms fp32, as routers and some norms are in real models.
+def data_parallel(model: Any, **options: Any) -> Any:
+    """A Float16Module in Megatron's DDP, set up as its schedule expects."""
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
 
-    All of them: layers are stacked under one checkpoint key, which has one dtype.
-    """
-    for layer in gpt.decoder.layers:
-        norm = layer.input_layernorm
-        norm.weight.data = norm.weight.data.float()
-        norm.forward = _in_fp32(norm.forward)
-
-
-def _in_fp32(plain: Any) -> Any:
-    def forward(x: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
-        result: torch.Tensor = plain(x.float(), *rest, **named)
-        return result.to(x.dtype)
-
-    return forward
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=True, **options
+    )
+    ddp = DistributedDataParallel(model.config, ddp_config, model)
+    model.config.no_sync_func = ddp.no_sync
+    model.config.finalize_model_grads_func = finalize_model_grads
+    return ddp
 
 
-def _build_scheduler(optimizer: Any) -> Any:
+def of_backend(backend: Backend) -> dict[str, Any]:
+    """Arguments of OptimizerConfig that a backend decides."""
+    values = {
+        "optimizer": "adam",
+        "bf16": True,
+        "params_dtype": torch.bfloat16,
+        "use_distributed_optimizer": True,
+        "use_precision_aware_optimizer": backend.pao,
+        "store_param_remainders": backend.remainders,
+        "exp_avg_dtype": DTYPES[backend.exp_avg_dtype],
+        "exp_avg_sq_dtype": DTYPES[backend.exp_avg_sq_dtype],
+    }
+    if backend.optimizer == "hybrid":
+        values |= {
+            "optimizer_cpu_offload": True,
+            "optimizer_offload_fraction": backend.offload_fraction,
+            "overlap_cpu_optimizer_d2h_h2d": True,
+        }
+    return values
+
+
+def optimizer_config(values: dict[str, Any]) -> Any:
+    """Megatron's OptimizerConfig; arguments that this release does not know are left out."""
+    from megatron.core.optimizer import OptimizerConfig
+
+    known = {field.name for field in dataclasses.fields(OptimizerConfig)}
+    return OptimizerConfig(**{name: value for name, value in values.items() if name in known})
+
+
+def build_scheduler(
+    optimizer: Any, lr: float, min_lr: float, batch_size: int, decay_batches: int
+) -> Any:
+    """Two batches of warm-up; a batch is a step, and Megatron's scheduler counts samples."""
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
-        max_lr=2e-2,
-        min_lr=1e-4,
-        lr_warmup_steps=2 * GLOBAL_BATCH_SIZE,
-        lr_decay_steps=20 * GLOBAL_BATCH_SIZE,
+        max_lr=lr,
+        min_lr=min_lr,
+        lr_warmup_steps=2 * batch_size,
+        lr_decay_steps=decay_batches * batch_size,
         lr_decay_style="cosine",
         start_wd=0.05,
         end_wd=0.1,
-        wd_incr_steps=20 * GLOBAL_BATCH_SIZE,
+        wd_incr_steps=decay_batches * batch_size,
         wd_incr_style="linear",
     )

@@ -63,7 +63,7 @@ class Outcome:
     def sound(self) -> bool:
         """The restored state was measured, owns its storage and holds no more bytes than it has."""
         memory = self.facts.get("memory")
-        if memory is None or (not memory["own_bytes"] and _has_moments(self.case)):
+        if memory is None or (not memory["own_bytes"] and self.case.has_moments):
             return False
         return not memory["aliased"] and bool(memory["held_bytes"] == memory["own_bytes"])
 
@@ -181,7 +181,7 @@ class CaseRun:
             self._compare("loaded", f"saved_{step}", "loaded", only={"model"})
         else:
             self._compare("loaded", f"saved_{step}", "loaded", skip=self._load_skip())
-        if case.same_layout and case.same_backend and not (case.model_only or case.regrouped):
+        if case.goes_on_alike:
             has_own = (self.place.captures / "continuous").is_dir()
             self._compare("resumed", "continuous" if has_own else "after_save", "resumed")
         elif case.more_steps:
@@ -208,12 +208,10 @@ class CaseRun:
 
         first = load_state(self.place.captures / expected)
         second = load_state(self.place.captures / got)
-        left_out = set(skip or ())
+        left_out = set(skip or ()) | self.case.not_compared
         if only is not None:
             left_out |= {*first.kinds(), *second.kinds()} - only
         crossed = not self.case.same_backend
-        if self.case.backend.capturable != self.case.load_backend.capturable:
-            left_out.add("group.lr")  # one of them keeps it in float32
         unstepped = drop_inert(first, second)
         if unstepped:
             left_out.add("kinds")
@@ -223,7 +221,7 @@ class CaseRun:
             skip=left_out,
             round_to_got=crossed or unstepped,  # a parameter that has no master yet is its own
             # Comparing with the reference run needs no rounding: it started from rounded masters.
-            tied_masters=crossed and stage == "loaded" and _keeps_remainders(self.case),
+            tied_masters=crossed and stage == "loaded" and self.case.load_backend.keeps_remainders,
         )
         names = {*first.tensors, *first.values}
         compared = len([key for key in names if key[0] not in left_out])
@@ -238,22 +236,12 @@ class CaseRun:
         from vime_optim.verify.compare import Difference
 
         floor = set(only or ("model",))
-        if only is None and _has_moments(self.case):
+        if only is None and self.case.has_moments:
             floor |= _OF_A_STEP
         return [
             Difference(kind, "all names", "nothing was captured, so nothing was compared", 0, 0)
             for kind in sorted(floor - compared)
         ]
-
-
-def _has_moments(case: Case) -> bool:
-    """Whether the saved run took a step for certain; float16's scaler may skip every one."""
-    return not (case.model_only or case.fp16 or case.num_steps == 0)
-
-
-def _keeps_remainders(case: Case) -> bool:
-    backend = case.load_backend
-    return backend.optimizer == "fused" and backend.pao and backend.remainders
 
 
 def _facts(results: list[dict[str, Any]]) -> dict[str, Any]:
