@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from vime_optim.errors import InstallError
-from vime_optim.probe import missing_parameters
+from vime_optim.probe import has_patch, missing_parameters
 
 Hit = Callable[[], None]
 Wrap = Callable[[Callable[..., Any], Hit], Callable[..., Any]]
@@ -56,6 +56,17 @@ def takes(*names: str) -> Callable[[ModuleType, Any], Diagnosis]:
     def diagnose(module: ModuleType, original: Any) -> Diagnosis:
         reason = missing_parameters(original, *names)
         return not_understood(reason) if reason else NEEDED
+
+    return diagnose
+
+
+def unless_patched(patch: str, *names: str) -> Callable[[ModuleType, Any], Diagnosis]:
+    """A diagnosis: needed, unless the target carries this patch of ours (patches/)."""
+
+    def diagnose(module: ModuleType, original: Any) -> Diagnosis:
+        if has_patch(original, patch):
+            return fixed_upstream(f"patch {patch} is there")
+        return takes("self", *names)(module, original)
 
     return diagnose
 

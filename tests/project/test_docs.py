@@ -19,7 +19,6 @@ from docs import generate, make_matrix
 from tests.matrix import COLUMNS, spread
 from vime_optim import __version__, cli, hooks
 from vime_optim.fixes import FIXES
-from vime_optim.fixes import writer as writer_fixes
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md"), ROOT / "patches" / "README.md"])
@@ -155,7 +154,7 @@ def test_relative_links_exist(page: Path) -> None:
 
 
 def test_faults_name_fixes_and_patches_that_exist() -> None:
-    known = {fix.id for fix in (*FIXES, *writer_fixes.FIXES)}
+    known = {fix.id for fix in FIXES}
     named = generate.faults()
     assert [f["id"] for f in named] == [f"F{n}" for n in range(1, len(named) + 1)]
     for fault in named:
@@ -168,7 +167,7 @@ def test_faults_name_fixes_and_patches_that_exist() -> None:
 
 def test_every_fault_of_a_fix_has_a_page_that_names_it() -> None:
     pages = {fault["id"]: fault for fault in generate.faults()}
-    for fix in (*FIXES, *writer_fixes.FIXES):
+    for fix in FIXES:
         for fault in fix.faults:
             assert fault in pages
 

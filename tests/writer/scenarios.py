@@ -49,20 +49,16 @@ def install_writer_fixes() -> Any:
     global _installation
     if _installation is None and os.environ.get("VIME_OPTIM_TEST_ALL"):
         import vime_optim
-        from vime_optim import fixes
 
-        if not any(fix.id.startswith("writer") for fix in fixes.FIXES):
-            from vime_optim.fixes import writer
-
-            fixes.FIXES = (*fixes.FIXES, *writer.FIXES)
         _installation = vime_optim.install(strict=True)
         if rank() == 0:
             print(vime_optim.status(), flush=True)
     if _installation is None:
-        from vime_optim.fixes import writer
+        from vime_optim.fixes import FIXES
         from vime_optim.installation import Installation
 
-        _installation = Installation(writer.FIXES, (), strict=True)
+        writer = [fix for fix in FIXES if fix.id.startswith("writer-")]
+        _installation = Installation(writer, (), strict=True)
         _installation.apply()
     return _installation
 

@@ -3,7 +3,7 @@
 - The step of a torch optimizer, part by part, and what follows it (parameters copied from their
   masters, gathered from other ranks, clipped): hooks of torch, only while a save is in flight.
 - `load_state_dict`, `reload_model_params`, `offload_to_cpu`, a load, a storage that is freed:
-  wrapped in fixes/writer.py.
+  wrapped in fixes/writer_async.py.
 - torch_memory_saver takes device memory away behind everybody's back: with it, device memory is
   copied before the save returns, as Megatron does.
 """

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from vime_optim.fixes.places import OPTIMIZER, SERIALIZATION
 from vime_optim.optimizer.groups_only import COUNTS, saved_step
 from vime_optim.optimizer.kinds import counts_steps, has_buffers
 from vime_optim.optimizer.matching import match_groups
@@ -184,30 +185,28 @@ def _diagnose(module: ModuleType, original: Any) -> Diagnosis:
     return NEEDED
 
 
-FIXES = (
-    Fix(
-        id="chained",
-        faults=("F21",),
-        summary="a checkpoint of another number of chained optimizers loads, steps included",
-        targets=(
-            Target(
-                "megatron.core.optimizer.optimizer",
-                "ChainedOptimizer.sharded_state_dict",
-                _wrap_sharded,
-                takes("self", "model_sharded_state_dict", "is_loading"),
-            ),
-            Target(
-                "megatron.core.dist_checkpointing.serialization",
-                "save",
-                _wrap_save,
-                takes("sharded_state_dict"),
-            ),
-            Target(
-                "megatron.core.optimizer.optimizer",
-                "ChainedOptimizer.load_state_dict",
-                _wrap,
-                _diagnose,
-            ),
+FIX = Fix(
+    id="chained",
+    faults=("F21",),
+    summary="a checkpoint of another number of chained optimizers loads, steps included",
+    targets=(
+        Target(
+            OPTIMIZER,
+            "ChainedOptimizer.sharded_state_dict",
+            _wrap_sharded,
+            takes("self", "model_sharded_state_dict", "is_loading"),
+        ),
+        Target(
+            SERIALIZATION,
+            "save",
+            _wrap_save,
+            takes("sharded_state_dict"),
+        ),
+        Target(
+            OPTIMIZER,
+            "ChainedOptimizer.load_state_dict",
+            _wrap,
+            _diagnose,
         ),
     ),
 )

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from vime_optim.errors import CheckpointError, one_line
+from vime_optim.fixes.places import SERIALIZATION
 from vime_optim.registry import Fix, Hit, Target, takes
 
 _LIMIT_BYTES = 1 << 30
@@ -171,28 +172,24 @@ def _require_only_steps(value: Any, path: str) -> None:
 
 _COMMON = "megatron.core.dist_checkpointing.strategies.common"
 
-FIXES = (
-    Fix(
-        id="common-state",
-        faults=("F2", "F9"),
-        summary="the common state is read under weights_only, without classes and stray steps",
-        targets=(
-            Target(
-                _COMMON,
-                "TorchCommonLoadStrategy.load_common",
-                _wrap_load_common,
-                takes("checkpoint_dir"),
-                optional=True,
-            ),
-            Target(
-                _COMMON, "load_common", _wrap_load_common, takes("checkpoint_dir"), optional=True
-            ),
-            Target(
-                "megatron.core.dist_checkpointing.serialization",
-                "load_common_state_dict",
-                _wrap_load_common,
-                takes("checkpoint_dir"),
-            ),
+FIX = Fix(
+    id="common-state",
+    faults=("F2", "F9"),
+    summary="the common state is read under weights_only, without classes and stray steps",
+    targets=(
+        Target(
+            _COMMON,
+            "TorchCommonLoadStrategy.load_common",
+            _wrap_load_common,
+            takes("checkpoint_dir"),
+            optional=True,
+        ),
+        Target(_COMMON, "load_common", _wrap_load_common, takes("checkpoint_dir"), optional=True),
+        Target(
+            SERIALIZATION,
+            "load_common_state_dict",
+            _wrap_load_common,
+            takes("checkpoint_dir"),
         ),
     ),
 )

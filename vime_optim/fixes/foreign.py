@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vime_optim.fixes.places import DISTRIBUTED
 from vime_optim.optimizer.kinds import has_buffers
 from vime_optim.optimizer.stock_state import MARK, check_unmarked
 from vime_optim.registry import Fix, Hit, Target, takes
@@ -45,18 +46,16 @@ def _wrap_load_state_dict(original: Any, hit: Hit) -> Any:
 
 
 def _target(name: str, wrap: Any, *needed: str) -> Target:
-    module = "megatron.core.optimizer.distrib_optimizer"
+    module = DISTRIBUTED
     return Target(module, f"{_CLASS}.{name}", wrap, takes("self", *needed))
 
 
-FIXES = (
-    Fix(
-        id="foreign",
-        faults=("F7", "F19", "F20", "F26"),
-        summary="states that stock wrote wrongly beyond repair are refused",
-        targets=(
-            _target("state_dict", _wrap_state_dict),
-            _target("load_state_dict", _wrap_load_state_dict, "state_dict"),
-        ),
+FIX = Fix(
+    id="foreign",
+    faults=("F7", "F19", "F20", "F26"),
+    summary="states that stock wrote wrongly beyond repair are refused",
+    targets=(
+        _target("state_dict", _wrap_state_dict),
+        _target("load_state_dict", _wrap_load_state_dict, "state_dict"),
     ),
 )

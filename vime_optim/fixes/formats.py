@@ -21,6 +21,7 @@ from typing import Any
 
 from vime_optim import settings
 from vime_optim.errors import OptimizerStateError, PlanError, WriterError
+from vime_optim.fixes.places import SERIALIZATION, TRAINING
 from vime_optim.fixes.sharding import (
     DP,
     FULLY,
@@ -189,39 +190,37 @@ def _wrap_to_state_dict(original: Any, hit: Hit) -> Any:
 
 _LOCAL = "megatron.core.dist_checkpointing.tensor_aware_state_dict"
 
-FIXES = (
-    Fix(
-        id="formats",
-        faults=("F16",),
-        summary="a save is of a format that can describe it, and that its reader takes",
-        targets=(
-            Target(
-                "megatron.core.dist_checkpointing.serialization",
-                "save",
-                _wrap_save,
-                takes("sharded_state_dict", "checkpoint_dir", "content_metadata"),
-            ),
-            Target(
-                "megatron.training.checkpointing",
-                "save_checkpoint",
-                _wrap_save_checkpoint,
-                takes("non_persistent_ckpt"),
-                optional=True,
-            ),
-            Target(
-                _LOCAL,
-                "MCoreTensorAwareStateDict.from_state_dict",
-                _wrap_from_state_dict,
-                takes("sharded_state_dict"),
-                optional=True,
-            ),
-            Target(
-                _LOCAL,
-                "MCoreTensorAwareStateDict.to_state_dict",
-                _wrap_to_state_dict,
-                takes("sharded_state_dict"),
-                optional=True,
-            ),
+FIX = Fix(
+    id="formats",
+    faults=("F16",),
+    summary="a save is of a format that can describe it, and that its reader takes",
+    targets=(
+        Target(
+            SERIALIZATION,
+            "save",
+            _wrap_save,
+            takes("sharded_state_dict", "checkpoint_dir", "content_metadata"),
+        ),
+        Target(
+            TRAINING,
+            "save_checkpoint",
+            _wrap_save_checkpoint,
+            takes("non_persistent_ckpt"),
+            optional=True,
+        ),
+        Target(
+            _LOCAL,
+            "MCoreTensorAwareStateDict.from_state_dict",
+            _wrap_from_state_dict,
+            takes("sharded_state_dict"),
+            optional=True,
+        ),
+        Target(
+            _LOCAL,
+            "MCoreTensorAwareStateDict.to_state_dict",
+            _wrap_to_state_dict,
+            takes("sharded_state_dict"),
+            optional=True,
         ),
     ),
 )

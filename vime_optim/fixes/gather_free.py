@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from vime_optim.errors import CheckpointError
+from vime_optim.fixes.places import DISTRIBUTED, SERIALIZATION, TORCH_STRATEGY
 from vime_optim.fixes.restore import write_slot
 from vime_optim.registry import Fix, Hit, Target, takes
 from vime_optim.reshard import coded
@@ -186,87 +187,56 @@ def _wrap_parallel_load(original: Any, hit: Hit) -> Any:
     return apply_loading_parallelization
 
 
-def _wrap_reader(original: Any, hit: Hit) -> Any:
-    def get_filesystem_reader(*args: Any, **kwargs: Any) -> Any:
-        from vime_optim.reshard import storage
-
-        reader = original(*args, **kwargs)
-        if storage.is_understood(reader):
-            hit()
-            storage.take_over(reader)
-        return reader
-
-    return get_filesystem_reader
-
-
-_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
-_TORCH_STRATEGY = "megatron.core.dist_checkpointing.strategies.torch"
-
-FIXES = (
-    Fix(
-        id="gather-free",
-        faults=("F7", "F10", "F11"),
-        summary="fully_reshardable is saved and loaded in place, without gathering",
-        targets=(
-            Target(
-                _OPTIMIZER,
-                "DistributedOptimizer.sharded_param_state_fully_reshardable",
-                _wrap_build,
-                takes("self", "model_sharded_state_dict", "is_loading", "metadata"),
-            ),
-            Target(
-                _OPTIMIZER,
-                "DistributedOptimizer.load_parameter_state_from_fully_reshardable",
-                _wrap_finish,
-                takes("self", "state_dict"),
-            ),
-            Target(
-                "megatron.core.dist_checkpointing.serialization",
-                "save",
-                _wrap_save,
-                takes("sharded_state_dict"),
-            ),
-            Target(
-                "megatron.core.dist_checkpointing.serialization",
-                "load",
-                _wrap_load,
-                takes("sharded_state_dict"),
-            ),
-            *(
-                Target(_OPTIMIZER, f"DistributedOptimizer.{name}", _wrap_update, optional=True)
-                for name in ("step_with_ready_grads", "reload_model_params")
-            ),
-            Target(
-                _TORCH_STRATEGY,
-                "MCoreLoadPlanner.create_local_plan",
-                _wrap_local_plan,
-                takes("self"),
-            ),
-            Target(
-                _TORCH_STRATEGY,
-                "MCoreLoadPlanner.resolve_tensor",
-                _wrap_resolve,
-                takes("self", "read_item"),
-            ),
-            Target(
-                "megatron.core.dist_checkpointing.strategies.fully_parallel",
-                "FullyParallelLoadStrategyWrapper.apply_loading_parallelization",
-                _wrap_parallel_load,
-                takes("self", "sharded_state_dict"),
-            ),
+FIX = Fix(
+    id="gather-free",
+    faults=("F7", "F10", "F11"),
+    summary="fully_reshardable is saved and loaded in place, without gathering",
+    targets=(
+        Target(
+            DISTRIBUTED,
+            "DistributedOptimizer.sharded_param_state_fully_reshardable",
+            _wrap_build,
+            takes("self", "model_sharded_state_dict", "is_loading", "metadata"),
         ),
-    ),
-    Fix(
-        id="read-in-place",
-        faults=("F11",),
-        summary="tensors are read from their files straight into place, by several threads",
-        targets=(
-            Target(
-                _TORCH_STRATEGY,
-                "_get_filesystem_reader",
-                _wrap_reader,
-                takes("checkpoint_dir"),
-            ),
+        Target(
+            DISTRIBUTED,
+            "DistributedOptimizer.load_parameter_state_from_fully_reshardable",
+            _wrap_finish,
+            takes("self", "state_dict"),
+        ),
+        Target(
+            SERIALIZATION,
+            "save",
+            _wrap_save,
+            takes("sharded_state_dict"),
+        ),
+        Target(
+            SERIALIZATION,
+            "load",
+            _wrap_load,
+            takes("sharded_state_dict"),
+        ),
+        *(
+            Target(DISTRIBUTED, f"DistributedOptimizer.{name}", _wrap_update, optional=True)
+            for name in ("step_with_ready_grads", "reload_model_params")
+        ),
+        Target(
+            TORCH_STRATEGY,
+            "MCoreLoadPlanner.create_local_plan",
+            _wrap_local_plan,
+            takes("self"),
+        ),
+        Target(
+            TORCH_STRATEGY,
+            "MCoreLoadPlanner.resolve_tensor",
+            _wrap_resolve,
+            takes("self", "read_item"),
+        ),
+        Target(
+            "megatron.core.dist_checkpointing.strategies.fully_parallel",
+            "FullyParallelLoadStrategyWrapper.apply_loading_parallelization",
+            _wrap_parallel_load,
+            takes("self", "sharded_state_dict"),
         ),
     ),
 )

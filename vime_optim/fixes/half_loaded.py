@@ -14,13 +14,14 @@ import functools
 from typing import Any
 
 from vime_optim.commit import loading
+from vime_optim.fixes.places import DISTRIBUTED, OPTIMIZER, TORCH_STRATEGY
 from vime_optim.registry import Fix, Hit, Target, takes
 
 _CLASSES = (
-    ("megatron.core.optimizer.distrib_optimizer", "DistributedOptimizer"),
-    ("megatron.core.optimizer.optimizer", "MixedPrecisionOptimizer"),
-    ("megatron.core.optimizer.optimizer", "Float16OptimizerWithFloat16Params"),
-    ("megatron.core.optimizer.optimizer", "FP32Optimizer"),
+    (DISTRIBUTED, "DistributedOptimizer"),
+    (OPTIMIZER, "MixedPrecisionOptimizer"),
+    (OPTIMIZER, "Float16OptimizerWithFloat16Params"),
+    (OPTIMIZER, "FP32Optimizer"),
 )
 
 
@@ -68,35 +69,33 @@ def _wrap_finish_plan(original: Any, hit: Hit) -> Any:
     return finish_plan
 
 
-FIXES = (
-    Fix(
-        id="half-loaded",
-        faults=("F14",),
-        summary="an optimizer that a load left half done is neither stepped nor saved",
-        targets=(
-            *(
-                Target(module, f"{name}.step_with_ready_grads", _wrap_step)
-                for module, name in _CLASSES
-                if name != "Float16OptimizerWithFloat16Params"
-            ),
-            *(
-                Target(module, f"{name}.load_state_dict", _wrap_load_state_dict)
-                for module, name in _CLASSES
-                if name != "MixedPrecisionOptimizer"
-            ),
-            *(
-                Target(module, f"{name}.sharded_state_dict", _wrap_state, takes("is_loading"))
-                for module, name in (
-                    *_CLASSES,
-                    ("megatron.core.optimizer.optimizer", "ChainedOptimizer"),
-                )
-                if name != "MixedPrecisionOptimizer"
-            ),
-            Target(
-                "megatron.core.dist_checkpointing.strategies.torch",
-                "MCoreLoadPlanner.finish_plan",
-                _wrap_finish_plan,
-            ),
+FIX = Fix(
+    id="half-loaded",
+    faults=("F14",),
+    summary="an optimizer that a load left half done is neither stepped nor saved",
+    targets=(
+        *(
+            Target(module, f"{name}.step_with_ready_grads", _wrap_step)
+            for module, name in _CLASSES
+            if name != "Float16OptimizerWithFloat16Params"
+        ),
+        *(
+            Target(module, f"{name}.load_state_dict", _wrap_load_state_dict)
+            for module, name in _CLASSES
+            if name != "MixedPrecisionOptimizer"
+        ),
+        *(
+            Target(module, f"{name}.sharded_state_dict", _wrap_state, takes("is_loading"))
+            for module, name in (
+                *_CLASSES,
+                (OPTIMIZER, "ChainedOptimizer"),
+            )
+            if name != "MixedPrecisionOptimizer"
+        ),
+        Target(
+            TORCH_STRATEGY,
+            "MCoreLoadPlanner.finish_plan",
+            _wrap_finish_plan,
         ),
     ),
 )

@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from vime_optim.errors import PlanError
+from vime_optim.fixes.places import NVRX, STRATEGIES
 from vime_optim.probe import (
     describe_foreign_layer,
     missing_parameters,
@@ -222,8 +223,6 @@ _HELPERS = "torch.distributed.checkpoint.planner_helpers"
 _UTILS = "torch.distributed.checkpoint.utils"
 _SHARDS = "torch.distributed._shard.sharding_spec._internals"
 _VALIDATION = "megatron.core.dist_checkpointing.validation"
-_STRATEGIES = "megatron.core.dist_checkpointing.strategies"
-_NVRX = "nvidia_resiliency_ext.checkpointing.async_ckpt"
 
 
 def _saver(module: str, optional: bool) -> Target:
@@ -236,47 +235,45 @@ def _saver(module: str, optional: bool) -> Target:
     )
 
 
-FIXES = (
-    Fix(
-        id="planning",
-        faults=("F30",),
-        summary="plans of many chunks are sent, made and checked in n log n",
-        targets=(
-            Target(_PLANNER, "_validate_global_plan", _wrap_validate, diagnose=_diagnose_validate),
-            Target(
-                _HELPERS,
-                "create_read_items_for_chunk_list",
-                _wrap_read_items,
-                takes("fqn", "checkpoint_md", "local_chunks"),
-            ),
-            Target(
-                _SHARDS,
-                "validate_non_overlapping_shards_metadata",
-                _wrap_shards,
-                _diagnose_shards,
-                optional=True,
-            ),
-            Target(_UTILS, "_DistWrapper.gather_object", _wrap_gather, takes("self", "object")),
-            Target(
-                f"{_STRATEGIES}.torch",
-                "MCoreSavePlanner.create_global_plan",
-                _wrap_global_plan,
-                takes("all_plans"),
-            ),
-            Target(
-                _VALIDATION,
-                "determine_global_metadata",
-                _wrap_global_shards,
-                _diagnose_global_shards,
-            ),
-            Target(
-                _VALIDATION,
-                "validate_sharding_integrity",
-                _wrap_integrity,
-                takes("global_metadata"),
-            ),
-            _saver(_STRATEGIES, optional=False),
-            _saver(_NVRX, optional=True),
+FIX = Fix(
+    id="planning",
+    faults=("F30",),
+    summary="plans of many chunks are sent, made and checked in n log n",
+    targets=(
+        Target(_PLANNER, "_validate_global_plan", _wrap_validate, diagnose=_diagnose_validate),
+        Target(
+            _HELPERS,
+            "create_read_items_for_chunk_list",
+            _wrap_read_items,
+            takes("fqn", "checkpoint_md", "local_chunks"),
         ),
+        Target(
+            _SHARDS,
+            "validate_non_overlapping_shards_metadata",
+            _wrap_shards,
+            _diagnose_shards,
+            optional=True,
+        ),
+        Target(_UTILS, "_DistWrapper.gather_object", _wrap_gather, takes("self", "object")),
+        Target(
+            f"{STRATEGIES}.torch",
+            "MCoreSavePlanner.create_global_plan",
+            _wrap_global_plan,
+            takes("all_plans"),
+        ),
+        Target(
+            _VALIDATION,
+            "determine_global_metadata",
+            _wrap_global_shards,
+            _diagnose_global_shards,
+        ),
+        Target(
+            _VALIDATION,
+            "validate_sharding_integrity",
+            _wrap_integrity,
+            takes("global_metadata"),
+        ),
+        _saver(STRATEGIES, optional=False),
+        _saver(NVRX, optional=True),
     ),
 )

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from vime_optim.errors import OptimizerStateError
-from vime_optim.fixes.precision import note_moved
+from vime_optim.fixes.canonical_master import note_moved
+from vime_optim.fixes.places import DISTRIBUTED
 from vime_optim.optimizer.kinds import MASTER, STATE_MASTER, param_name
 from vime_optim.optimizer.slots import RemainderSlot, Slot, slots_of
 from vime_optim.optimizer.stock_state import examine
@@ -86,18 +87,16 @@ def _diagnose(module: ModuleType, original: Any) -> Diagnosis:
     return NEEDED
 
 
-FIXES = (
-    Fix(
-        id="restore",
-        faults=("F6", "F8", "F10"),
-        summary="restored Adam state owns its storage and ignores what is no state",
-        targets=(
-            Target(
-                "megatron.core.optimizer.distrib_optimizer",
-                "DistributedOptimizer._set_main_param_and_optimizer_states",
-                _wrap_set,
-                _diagnose,
-            ),
+FIX = Fix(
+    id="restore",
+    faults=("F6", "F8", "F10"),
+    summary="restored Adam state owns its storage and ignores what is no state",
+    targets=(
+        Target(
+            DISTRIBUTED,
+            "DistributedOptimizer._set_main_param_and_optimizer_states",
+            _wrap_set,
+            _diagnose,
         ),
     ),
 )

@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from vime_optim.errors import VimeOptimError
+from vime_optim.fixes.places import DCP
 from vime_optim.probe import missing_parameters, missing_words, source_of
 from vime_optim.registry import NEEDED, Diagnosis, Fix, Hit, Target, fixed_upstream, not_understood
 
@@ -93,7 +94,7 @@ def _wrap_load_bytes(original: Any, hit: Hit) -> Any:
         key = read_item.dest_index.fqn
         loaded = load_object(value.getbuffer(), f"{_file_of(self, read_item)}: {key}")
         if self.flatten_state_dict:
-            nested: Any = importlib.import_module(f"{_DCP}._nested_dict")
+            nested: Any = importlib.import_module(f"{DCP}._nested_dict")
             nested.set_element(self.original_state_dict, self.mappings[key], loaded)
         else:
             self.state_dict[key] = loaded
@@ -117,27 +118,23 @@ def _diagnose_load_bytes(module: ModuleType, original: Any) -> Diagnosis:
     return not_understood(reason) if reason else NEEDED
 
 
-_DCP = "torch.distributed.checkpoint"
-
-FIXES = (
-    Fix(
-        id="safe-read",
-        faults=("F31",),
-        summary="a load runs no code of the checkpoint",
-        targets=(
-            Target(
-                f"{_DCP}.filesystem",
-                "FileSystemReader.read_metadata",
-                _wrap_read_metadata,
-                _diagnose_read_metadata,
-            ),
-            Target(f"{_DCP}.filesystem", "FileSystemReader.read_data", _wrap_read_data),
-            Target(
-                f"{_DCP}.default_planner",
-                "DefaultLoadPlanner.load_bytes",
-                _wrap_load_bytes,
-                _diagnose_load_bytes,
-            ),
+FIX = Fix(
+    id="safe-read",
+    faults=("F31",),
+    summary="a load runs no code of the checkpoint",
+    targets=(
+        Target(
+            f"{DCP}.filesystem",
+            "FileSystemReader.read_metadata",
+            _wrap_read_metadata,
+            _diagnose_read_metadata,
+        ),
+        Target(f"{DCP}.filesystem", "FileSystemReader.read_data", _wrap_read_data),
+        Target(
+            f"{DCP}.default_planner",
+            "DefaultLoadPlanner.load_bytes",
+            _wrap_load_bytes,
+            _diagnose_load_bytes,
         ),
     ),
 )

@@ -29,6 +29,7 @@ import torch
 
 from vime_optim import settings
 from vime_optim.errors import CheckpointError, OptimizerStateError
+from vime_optim.fixes.places import DISTRIBUTED, OPTIMIZER, SERIALIZATION, TRAINING
 from vime_optim.registry import Fix, Hit, Target, takes
 from vime_optim.reshard import kept
 
@@ -357,36 +358,30 @@ def _wrap_metadata(original: Any, hit: Hit) -> Any:
     return build_sharded_state_dict_metadata
 
 
-_SERIALIZATION = "megatron.core.dist_checkpointing.serialization"
-
-FIXES = (
-    Fix(
-        id="sharding",
-        faults=("F16",),
-        summary="fully_reshardable under PAO with CPU offload; the checkpoint's type on load",
-        targets=(
-            Target(
-                "megatron.core.optimizer.distrib_optimizer",
-                "DistributedOptimizer.sharded_state_dict",
-                _wrap_sharded_state_dict,
-                takes("model_sharded_state_dict", "is_loading", "metadata"),
-            ),
-            Target(
-                "megatron.core.optimizer.optimizer",
-                "ChainedOptimizer.sharded_state_dict",
-                _wrap_sharded_state_dict,
-                takes("model_sharded_state_dict", "is_loading"),
-            ),
-            Target(
-                _SERIALIZATION, "load", _wrap_load, takes("sharded_state_dict", "checkpoint_dir")
-            ),
-            Target(
-                "megatron.training.checkpointing",
-                "_build_sharded_state_dict_metadata",
-                _wrap_metadata,
-                takes("args"),
-                optional=True,
-            ),
+FIX = Fix(
+    id="sharding",
+    faults=("F16",),
+    summary="fully_reshardable under PAO with CPU offload; the checkpoint's type on load",
+    targets=(
+        Target(
+            DISTRIBUTED,
+            "DistributedOptimizer.sharded_state_dict",
+            _wrap_sharded_state_dict,
+            takes("model_sharded_state_dict", "is_loading", "metadata"),
+        ),
+        Target(
+            OPTIMIZER,
+            "ChainedOptimizer.sharded_state_dict",
+            _wrap_sharded_state_dict,
+            takes("model_sharded_state_dict", "is_loading"),
+        ),
+        Target(SERIALIZATION, "load", _wrap_load, takes("sharded_state_dict", "checkpoint_dir")),
+        Target(
+            TRAINING,
+            "_build_sharded_state_dict_metadata",
+            _wrap_metadata,
+            takes("args"),
+            optional=True,
         ),
     ),
 )

@@ -24,7 +24,8 @@ from typing import Any
 import torch
 
 from vime_optim.errors import CheckpointError
-from vime_optim.fixes.precision import is_canonical, sync_moved_params
+from vime_optim.fixes.canonical_master import is_canonical, sync_moved_params
+from vime_optim.fixes.places import DISTRIBUTED, OPTIMIZER
 from vime_optim.optimizer.fresh_state import ensure_saveable, ensure_state
 from vime_optim.optimizer.groups_only import COUNTS, groups_only, saved_step, step_into_groups
 from vime_optim.optimizer.kinds import (
@@ -57,8 +58,6 @@ from vime_optim.registry import (
     not_understood,
     takes,
 )
-
-MODULE = "megatron.core.optimizer.distrib_optimizer"
 
 
 def _wrap_state_dict(original: Any, hit: Hit) -> Any:
@@ -197,25 +196,23 @@ def _diagnose(*needed: str) -> Any:
 
 
 def _target(name: str, wrap: Wrap, *needed: str) -> Target:
-    return Target(MODULE, f"DistributedOptimizer.{name}", wrap, _diagnose(*needed))
+    return Target(DISTRIBUTED, f"DistributedOptimizer.{name}", wrap, _diagnose(*needed))
 
 
-FIXES = (
-    Fix(
-        id="step",
-        faults=("F1", "F2", "F3", "F4", "F8", "F18", "F20", "F21", "F24", "F25", "F29"),
-        summary="step is a counter: kept out of param state, restored from param groups",
-        targets=(
-            _target("state_dict", _wrap_state_dict),
-            _target("load_state_dict", _wrap_load_state_dict, "state_dict"),
-            _target("_get_main_param_and_optimizer_states", _wrap_get, "model_param"),
-            Target(
-                "megatron.core.optimizer.optimizer",
-                "ChainedOptimizer._synchronize_steps",
-                _wrap_synchronize,
-                takes("self"),
-                optional=True,
-            ),
+FIX = Fix(
+    id="step",
+    faults=("F1", "F2", "F3", "F4", "F8", "F18", "F20", "F21", "F24", "F25", "F29"),
+    summary="step is a counter: kept out of param state, restored from param groups",
+    targets=(
+        _target("state_dict", _wrap_state_dict),
+        _target("load_state_dict", _wrap_load_state_dict, "state_dict"),
+        _target("_get_main_param_and_optimizer_states", _wrap_get, "model_param"),
+        Target(
+            OPTIMIZER,
+            "ChainedOptimizer._synchronize_steps",
+            _wrap_synchronize,
+            takes("self"),
+            optional=True,
         ),
     ),
 )

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from vime_optim.fixes.places import DISTRIBUTED, OPTIMIZER
 from vime_optim.optimizer.kinds import is_stub
 from vime_optim.registry import Fix, Hit, Target, Wrap, takes
 
@@ -108,49 +109,41 @@ def _without_stubs(chain: Any, hit: Hit) -> Iterator[None]:
         chain.chained_optimizers = everyone
 
 
-_DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer"
-_OPTIMIZER = "megatron.core.optimizer.optimizer"
-
-
 def _target(name: str, wrap: Wrap, *needed: str) -> Target:
-    return Target(_DISTRIBUTED, f"DistributedOptimizer.{name}", wrap, takes("self", *needed))
+    return Target(DISTRIBUTED, f"DistributedOptimizer.{name}", wrap, takes("self", *needed))
 
 
-FIXES = (
-    Fix(
-        id="stub",
-        faults=("F23",),
-        summary="a chained optimizer without parameters is saved and loaded as nothing",
-        targets=(
+FIX = Fix(
+    id="stub",
+    faults=("F23",),
+    summary="a chained optimizer without parameters is saved and loaded as nothing",
+    targets=(
+        Target(DISTRIBUTED, "DistributedOptimizer.state_dict", _wrap_state_dict, takes("self")),
+        Target(
+            DISTRIBUTED,
+            "DistributedOptimizer.sharded_state_dict",
+            _wrap_state_dict,
+            takes("self", "model_sharded_state_dict"),
+        ),
+        _target("load_state_dict", _wrap_nothing, "state_dict"),
+        _target("get_parameter_state_dp_zero", _wrap_gather),
+        _target("save_parameter_state", _wrap_nothing, "filename"),
+        _target("load_parameter_state", _wrap_nothing, "filename"),
+        _target("load_parameter_state_from_dp_zero", _wrap_nothing, "state_dict"),
+        *(
             Target(
-                _DISTRIBUTED, "DistributedOptimizer.state_dict", _wrap_state_dict, takes("self")
-            ),
-            Target(
-                _DISTRIBUTED,
-                "DistributedOptimizer.sharded_state_dict",
-                _wrap_state_dict,
-                takes("self", "model_sharded_state_dict"),
-            ),
-            _target("load_state_dict", _wrap_nothing, "state_dict"),
-            _target("get_parameter_state_dp_zero", _wrap_gather),
-            _target("save_parameter_state", _wrap_nothing, "filename"),
-            _target("load_parameter_state", _wrap_nothing, "filename"),
-            _target("load_parameter_state_from_dp_zero", _wrap_nothing, "state_dict"),
-            *(
-                Target(
-                    _OPTIMIZER,
-                    f"ChainedOptimizer.{name}",
-                    _wrap_parameter_state,
-                    takes("self", "filename"),
-                )
-                for name in ("save_parameter_state", "load_parameter_state")
-            ),
-            Target(
-                _OPTIMIZER,
-                "ChainedOptimizer._synchronize_steps",
-                _wrap_on_the_others,
-                takes("self"),
-            ),
+                OPTIMIZER,
+                f"ChainedOptimizer.{name}",
+                _wrap_parameter_state,
+                takes("self", "filename"),
+            )
+            for name in ("save_parameter_state", "load_parameter_state")
+        ),
+        Target(
+            OPTIMIZER,
+            "ChainedOptimizer._synchronize_steps",
+            _wrap_on_the_others,
+            takes("self"),
         ),
     ),
 )

@@ -3,12 +3,10 @@
 Symptom: the first step after loading a model throws the loaded weights away (F12).
 Cause: `_copy_model_params_to_main_params` returns early under PAO, where FusedAdam may already hold
 masters of the old weights, and under CPU offload without PAO, where Megatron's own float32 copies
-are never written. Frameworks refresh all copies themselves, some of them after each load, and round
-masters that were just restored.
+are never written.
 Changes: after Megatron's method, the masters that it left out are set from the model's parameters,
 or from the state dict that was given. In an optimizer that was trained or restored, the masters of
-a shard that round to its parameters stay as they are. What Megatron-Bridge and NeMo-RL call after a
-load does the same.
+a shard that round to its parameters stay as they are.
 Leaves alone: Megatron-FSDP, stubs, float8 parameters under delayed scaling with PAO.
 Remove when: the method has no early return.
 """
@@ -23,7 +21,8 @@ from typing import Any
 import torch
 import wrapt
 
-from vime_optim.fixes.precision import sync_moved_params
+from vime_optim.fixes.canonical_master import sync_moved_params
+from vime_optim.fixes.places import DISTRIBUTED
 from vime_optim.fixes.restore import write_slot
 from vime_optim.optimizer.fresh_state import ensure_state
 from vime_optim.optimizer.kinds import (
@@ -35,16 +34,7 @@ from vime_optim.optimizer.kinds import (
 from vime_optim.optimizer.refresh import is_trained, stays
 from vime_optim.optimizer.slots import master_slot
 from vime_optim.probe import has_patch, missing_parameters, source_of
-from vime_optim.registry import (
-    NEEDED,
-    Diagnosis,
-    Fix,
-    Hit,
-    Target,
-    fixed_upstream,
-    not_understood,
-    takes,
-)
+from vime_optim.registry import NEEDED, Diagnosis, Fix, Hit, Target, fixed_upstream, not_understood
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -137,24 +127,6 @@ def _refresh_inner_masters(dist_opt: Any, state_dict: Any) -> None:
     sync_moved_params(dist_opt)
 
 
-def _wrap_of_framework(original: Any, hit: Hit) -> Any:
-    """Replaced: it copies the parameters over every master of CPU offload, restored ones too."""
-
-    def refresh_masters(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        members = getattr(optimizer, "chained_optimizers", [optimizer])
-        hybrids = [m for m in members if is_hybrid(getattr(m, "optimizer", None))]
-        methods = [m._copy_model_params_to_main_params for m in hybrids]
-        methods += [m.optimizer.update_fp32_param_by_new_param for m in hybrids]
-        if not hybrids or not all(hasattr(method, "__vime_optim__") for method in methods):
-            return original(optimizer, *args, **kwargs)
-        hit()
-        for member in hybrids:
-            member._copy_model_params_to_main_params()
-        return True
-
-    return refresh_masters
-
-
 def _diagnose(module: ModuleType, original: Any) -> Diagnosis:
     reason = missing_parameters(original, "self", "state_dict")
     if reason:
@@ -167,39 +139,16 @@ def _diagnose(module: ModuleType, original: Any) -> Diagnosis:
     return fixed_upstream("no early return under PAO or CPU offload")
 
 
-FIXES = (
-    Fix(
-        id="fine-tune",
-        faults=("F12",),
-        summary="loading a model without its optimizer refreshes every master parameter",
-        targets=(
-            Target(
-                "megatron.core.optimizer.distrib_optimizer",
-                "DistributedOptimizer._copy_model_params_to_main_params",
-                _wrap,
-                _diagnose,
-            ),
-        ),
-    ),
-    Fix(
-        id="framework-refresh",
-        faults=("F12",),
-        summary="what frameworks call after a load keeps masters that were restored",
-        targets=(
-            Target(
-                "megatron.bridge.training.optim",
-                "sync_hybrid_device_optimizer_fp32_master_copies",
-                _wrap_of_framework,
-                takes("optimizer"),
-                optional=True,
-            ),
-            Target(
-                "nemo_rl.models.megatron.setup",
-                "_force_sync_optimizer_fp32_from_model",
-                _wrap_of_framework,
-                takes("optimizer", "model"),
-                optional=True,
-            ),
+FIX = Fix(
+    id="fine-tune",
+    faults=("F12",),
+    summary="loading a model without its optimizer refreshes every master parameter",
+    targets=(
+        Target(
+            DISTRIBUTED,
+            "DistributedOptimizer._copy_model_params_to_main_params",
+            _wrap,
+            _diagnose,
         ),
     ),
 )

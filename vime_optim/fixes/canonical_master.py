@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from vime_optim.fixes.places import DISTRIBUTED
 from vime_optim.optimizer.kinds import is_hybrid, is_precision_aware
 from vime_optim.probe import has_patch, missing_parameters
 from vime_optim.registry import NEEDED, Diagnosis, Fix, Hit, Target, fixed_upstream, not_understood
@@ -84,18 +85,16 @@ def _diagnose(module: ModuleType, original: Any) -> Diagnosis:
     return NEEDED
 
 
-FIXES = (
-    Fix(
-        id="canonical-master",
-        faults=("F7",),
-        summary="fully_reshardable holds float32 masters and moments, whatever the backend stores",
-        targets=(
-            Target(
-                "megatron.core.optimizer.distrib_optimizer",
-                "DistributedOptimizer.get_parameter_state_dp_zero",
-                _wrap_gather,
-                _diagnose,
-            ),
+FIX = Fix(
+    id="canonical-master",
+    faults=("F7",),
+    summary="fully_reshardable holds float32 masters and moments, whatever the backend stores",
+    targets=(
+        Target(
+            DISTRIBUTED,
+            "DistributedOptimizer.get_parameter_state_dp_zero",
+            _wrap_gather,
+            _diagnose,
         ),
     ),
 )

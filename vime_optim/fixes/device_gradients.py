@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 
+from vime_optim.fixes.places import HYBRID
 from vime_optim.registry import Fix, Hit, Target, takes
-
-MODULE = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer"
 
 
 def _wrap_set_grads(original: Any, hit: Hit) -> Any:
@@ -57,18 +56,16 @@ def _step_after(device_optimizer: Any, copied: Any) -> None:
     handle = device_optimizer.register_step_pre_hook(wait)
 
 
-FIXES = (
-    Fix(
-        id="device-gradients",
-        faults=("F28",),
-        summary="float32 parameters on the device are trained under CPU offload with PAO",
-        targets=(
-            Target(
-                MODULE,
-                "HybridDeviceOptimizer._set_sub_optimizer_grads",
-                _wrap_set_grads,
-                takes("self"),
-            ),
+FIX = Fix(
+    id="device-gradients",
+    faults=("F28",),
+    summary="float32 parameters on the device are trained under CPU offload with PAO",
+    targets=(
+        Target(
+            HYBRID,
+            "HybridDeviceOptimizer._set_sub_optimizer_grads",
+            _wrap_set_grads,
+            takes("self"),
         ),
     ),
 )

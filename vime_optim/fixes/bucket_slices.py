@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from vime_optim.errors import OptimizerStateError
+from vime_optim.fixes.places import DISTRIBUTED
 from vime_optim.registry import Fix, Hit, Target, takes
 
 _START, _END = "gbuf_local_start", "gbuf_local_end"
@@ -130,24 +131,22 @@ def _agreed(dtypes: list[Dtypes], group: Any) -> list[Dtypes]:
     ]
 
 
-FIXES = (
-    Fix(
-        id="bucket-slices",
-        faults=("F22",),
-        summary="dp_reshardable is saved where padding crosses the ranks' slices of a bucket",
-        targets=(
-            Target(
-                "megatron.core.optimizer.distrib_optimizer",
-                "DistributedOptimizer.get_parameter_state_dp_reshardable",
-                _wrap,
-                takes("self"),
-            ),
-            Target(
-                "megatron.core.optimizer.distrib_optimizer",
-                "DistributedOptimizer.sharded_param_state_dp_reshardable",
-                _wrap_sharded,
-                takes("self"),
-            ),
+FIX = Fix(
+    id="bucket-slices",
+    faults=("F22",),
+    summary="dp_reshardable is saved where padding crosses the ranks' slices of a bucket",
+    targets=(
+        Target(
+            DISTRIBUTED,
+            "DistributedOptimizer.get_parameter_state_dp_reshardable",
+            _wrap,
+            takes("self"),
+        ),
+        Target(
+            DISTRIBUTED,
+            "DistributedOptimizer.sharded_param_state_dp_reshardable",
+            _wrap_sharded,
+            takes("self"),
         ),
     ),
 )

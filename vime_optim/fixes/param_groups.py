@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vime_optim.fixes.places import OPTIMIZER
 from vime_optim.optimizer.matching import identifiers, match_groups
 from vime_optim.registry import Fix, Hit, Target, takes
 
@@ -31,18 +32,16 @@ def _wrap(original: Any, hit: Hit) -> Any:
     return _filter_and_reorder_param_groups
 
 
-FIXES = (
-    Fix(
-        id="param-groups",
-        faults=("F24",),
-        summary="param groups that differ in one value alone keep it on a resume",
-        targets=(
-            Target(
-                "megatron.core.optimizer.optimizer",
-                "MegatronOptimizer._filter_and_reorder_param_groups",
-                _wrap,
-                takes("current_groups", "state_dict_groups"),
-            ),
+FIX = Fix(
+    id="param-groups",
+    faults=("F24",),
+    summary="param groups that differ in one value alone keep it on a resume",
+    targets=(
+        Target(
+            OPTIMIZER,
+            "MegatronOptimizer._filter_and_reorder_param_groups",
+            _wrap,
+            takes("current_groups", "state_dict_groups"),
         ),
     ),
 )

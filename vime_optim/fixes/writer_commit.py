@@ -1,4 +1,15 @@
-"""Wrappers of `dist_checkpointing.save` and `load`: the same outcome on every rank."""
+"""A save is complete on all ranks or raises on all; a load is whole or refused.
+
+Symptom: a failure on one rank is raised there alone, and the others wait for ever (F14); a
+directory that is half one save and half another loads.
+Cause: ranks agree on nothing but what their collectives happen to; an overwritten directory keeps
+the old `metadata.json`.
+Changes: `save` and `load` are one operation of all ranks (commit/agreement); a checkpoint is
+complete only when all is written (commit/sessions), and is looked at before a load
+(commit/load_check).
+Leaves alone: multi-storage-client paths; loads without validation, which a rank may do alone.
+Remove when: upstream refuses directories that are not whole, and fails on all ranks or none.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +20,12 @@ from types import ModuleType
 from typing import Any
 
 from vime_optim.errors import CheckpointError, WriterError
+from vime_optim.fixes.places import NVRX, STRATEGIES
 from vime_optim.probe import missing_parameters, source_of
 from vime_optim.registry import (
     NEEDED,
     Diagnosis,
+    Fix,
     Hit,
     Target,
     Wrap,
@@ -207,3 +220,32 @@ def _collective_targets(package: str) -> tuple[Target, ...]:
             _diagnose_reading(True),
         ),
     )
+
+
+def _wrap_finalize(original: Any, hit: Hit) -> Any:
+    def save_state_dict_async_finalize(
+        storage_writer: Any, global_metadata: Any, dist_wrapper: Any
+    ) -> None:
+        from vime_optim.commit import sessions
+
+        hit()
+        sessions.finalize(original, storage_writer, global_metadata, dist_wrapper)
+
+    return save_state_dict_async_finalize
+
+
+FIX = Fix(
+    id="writer-commit",
+    faults=("F14",),
+    summary="a save is complete on all ranks or raises on all; a load is whole or refused",
+    targets=(
+        *commit_targets(),
+        Target(f"{STRATEGIES}.state_dict_saver", "save_state_dict_async_finalize", _wrap_finalize),
+        Target(
+            f"{NVRX}.state_dict_saver",
+            "save_state_dict_async_finalize",
+            _wrap_finalize,
+            optional=True,
+        ),
+    ),
+)

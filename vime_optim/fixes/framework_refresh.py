@@ -1,0 +1,59 @@
+"""What frameworks call after a load keeps masters that were restored.
+
+Symptom: masters that a load restored are rounded to the parameters (F12).
+Cause: Megatron-Bridge and NeMo-RL refresh all float32 copies themselves, some of them after each
+load.
+Changes: what they call does what the fix fine-tune makes of Megatron's method.
+Leaves alone: optimizers without CPU offload.
+Remove when: the frameworks refresh after loads of the model alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vime_optim.optimizer.kinds import (
+    is_hybrid,
+)
+from vime_optim.registry import Fix, Hit, Target, takes
+
+
+def _wrap_of_framework(original: Any, hit: Hit) -> Any:
+    """Replaced: it copies the parameters over every master of CPU offload, restored ones too."""
+
+    def refresh_masters(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        members = getattr(optimizer, "chained_optimizers", [optimizer])
+        hybrids = [m for m in members if is_hybrid(getattr(m, "optimizer", None))]
+        methods = [m._copy_model_params_to_main_params for m in hybrids]
+        methods += [m.optimizer.update_fp32_param_by_new_param for m in hybrids]
+        if not hybrids or not all(hasattr(method, "__vime_optim__") for method in methods):
+            return original(optimizer, *args, **kwargs)
+        hit()
+        for member in hybrids:
+            member._copy_model_params_to_main_params()
+        return True
+
+    return refresh_masters
+
+
+FIX = Fix(
+    id="framework-refresh",
+    faults=("F12",),
+    summary="what frameworks call after a load keeps masters that were restored",
+    targets=(
+        Target(
+            "megatron.bridge.training.optim",
+            "sync_hybrid_device_optimizer_fp32_master_copies",
+            _wrap_of_framework,
+            takes("optimizer"),
+            optional=True,
+        ),
+        Target(
+            "nemo_rl.models.megatron.setup",
+            "_force_sync_optimizer_fp32_from_model",
+            _wrap_of_framework,
+            takes("optimizer", "model"),
+            optional=True,
+        ),
+    ),
+)

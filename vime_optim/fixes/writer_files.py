@@ -1,0 +1,158 @@
+"""Files are written in one pass, with digests, without copies.
+
+Symptom: a file that is cut short or damaged loads as it is (F14).
+Cause: nothing is noted of what was written.
+Changes: files are written by our writer, which digests on the way (commit/file_plan, commit/task,
+files/fastfile), and the digests are kept beside them in a manifest.
+Leaves alone: planning, `.metadata`, multi-storage-client paths, writers with stream extensions.
+Remove when: upstream's checkpoints say what belongs to them, with digests.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from types import ModuleType
+from typing import Any
+
+from vime_optim.fixes.places import NVRX, STRATEGIES
+from vime_optim.probe import (
+    missing_parameters,
+    missing_words,
+)
+from vime_optim.registry import NEEDED, Diagnosis, Fix, Hit, Target, not_understood
+
+# Writers: files, digests and results.
+
+
+def _wrap_get_save_function(original: Any, hit: Hit) -> Any:
+    def get_save_function_and_args(self: Any) -> Any:
+        from vime_optim.commit import file_plan
+
+        ours = file_plan.save_function_and_args(self)
+        if ours is None:
+            return original(self)
+        hit()
+        return ours
+
+    return get_save_function_and_args
+
+
+def _wrap_execute_sync(original: Any, hit: Hit) -> Any:
+    @functools.wraps(original)
+    def execute_sync(self: Any) -> None:
+        from vime_optim.commit import agreement
+
+        hit()
+        agreement.point()  # all have planned, and none writes when one could not
+        original(self)
+
+    return execute_sync
+
+
+def _wrap_prepare(original: Any, hit: Hit) -> Any:
+    def prepare_write_data(self: Any, plan: Any, planner: Any) -> None:
+        if not _writes_plain_files(self):
+            original(self, plan, planner)
+            return
+        from vime_optim.commit import file_plan
+
+        hit()
+        file_plan.prepare_write_data(sys.modules[original.__module__], self, plan, planner)
+
+    return prepare_write_data
+
+
+def _diagnose_prepare(module: ModuleType, original: Any) -> Diagnosis:
+    reason = missing_parameters(original, "plan", "planner")
+    reason = reason or missing_words(original, "results_queue")
+    if reason:
+        return not_understood(reason)
+    if not hasattr(module, "_split_by_separation_hint"):
+        return not_understood("its module does not separate items by a hint")
+    return NEEDED
+
+
+def _writes_plain_files(writer: Any) -> bool:
+    """Not through the multi-storage client, and without extensions that transform the stream.
+    VIME_OPTIM_ASYNC=off leaves every file to Megatron."""
+    from vime_optim import settings
+
+    if getattr(writer, "use_msc", False) or settings.current().async_mode == "off":
+        return False
+    if getattr(writer, "open_file", open) is not open:  # nvidia-resiliency-ext
+        return False
+    if not _callers_are_ours():
+        return False
+    return not getattr(getattr(writer, "transforms", None), "extensions", None)
+
+
+def _callers_are_ours() -> bool:
+    """Whether an async save gets to our threads (not with VIME_OPTIM_SKIP=writer-async)."""
+    for name in (f"{STRATEGIES}.async_utils", f"{NVRX}.core"):
+        caller = getattr(sys.modules.get(name), "TemporalAsyncCaller", None)
+        if caller and not hasattr(caller.schedule_async_call, "__vime_optim__"):
+            return False
+    return True
+
+
+def _wrap_finish(original: Any, hit: Hit) -> Any:
+    def finish(self: Any, metadata: Any, results: Any) -> None:
+        from vime_optim.commit import sessions
+        from vime_optim.files.manifest import MANIFEST_MARK
+
+        plain = _writes_plain_files(self)
+        session = sessions.session_of(self.checkpoint_dir) if plain else None
+        if session is not None:
+            session.take_away_marks()  # of a save that ended here since this one began
+        recorded = plain and sessions.is_recorded(results)
+        if recorded:
+            setattr(metadata, MANIFEST_MARK, True)
+        else:
+            vars(metadata).pop(MANIFEST_MARK, None)  # metadata may be that of an earlier save
+        original(self, metadata, results)
+        if session is not None:
+            session.written.add(".metadata")
+        if recorded and (session is None or session.error is None):
+            hit()
+            sessions.write_manifest(str(self.checkpoint_dir), results)
+
+    return finish
+
+
+def _writer_targets(package: str, requests: str, optional: bool) -> tuple[Target, ...]:
+    module = f"{package}.filesystem_async"
+    writer = "FileSystemWriterAsync"
+    return (
+        Target(
+            f"{package}.{requests}",
+            "AsyncRequest.execute_sync",
+            _wrap_execute_sync,
+            optional=optional,
+        ),
+        Target(
+            module,
+            f"{writer}.prepare_write_data",
+            _wrap_prepare,
+            diagnose=_diagnose_prepare,
+            optional=optional,
+        ),
+        Target(
+            module,
+            f"{writer}.get_save_function_and_args",
+            _wrap_get_save_function,
+            optional=optional,
+        ),
+        Target(module, f"{writer}.finish", _wrap_finish, optional=optional),
+    )
+
+
+FIX = Fix(
+    id="writer-files",
+    faults=("F14",),
+    summary="files written in one pass with digests, without copies",
+    targets=(
+        *_writer_targets(STRATEGIES, "async_utils", optional=False),
+        *_writer_targets(NVRX, "core", optional=True),
+    ),
+)
