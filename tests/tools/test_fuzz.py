@@ -89,7 +89,7 @@ def test_fuzz_metadata(data: bytes) -> None:
         assert index.tensors["weight"].shape == (4, 2)
     for entry in index.tensors.values():
         for chunk in entry.chunks:
-            for first, length, whole in zip(chunk.offsets, chunk.sizes, entry.shape, strict=True):
+            for first, length, whole in zip(chunk.offset, chunk.size, entry.shape, strict=True):
                 assert 0 <= first <= first + length <= whole
 
 

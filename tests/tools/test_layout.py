@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.tools.synthetic import write_dcp
 from vime_optim.errors import CheckpointError
-from vime_optim.files.boxes import tiles
+from vime_optim.files.geometry import tiles, whole
 from vime_optim.tools.diff import DIFFERENT, EQUAL, diff_checkpoints
 from vime_optim.tools.export import export_checkpoint
 from vime_optim.tools.inspect import inspect_checkpoint
@@ -45,8 +45,12 @@ def masters(*counts: int) -> list[torch.Tensor]:
     return [torch.randn(count, generator=generator) for count in counts]
 
 
+def read_whole(view: View, name: str) -> np.ndarray:
+    return view.read(view.tensors[name], whole(view.tensors[name].shape))
+
+
 def moments(view: View, key: str) -> list[float]:
-    bits = view.read_whole(view.tensors[f"optimizer.state.exp_avg.{key}"])
+    bits = read_whole(view, f"optimizer.state.exp_avg.{key}")
     return bits.view(np.float32).reshape(-1).tolist()
 
 
@@ -186,7 +190,7 @@ def test_tiles_hold_every_element_once_in_flat_order(shape: tuple[int, ...], lim
     numbers = np.arange(int(np.prod(shape))).reshape(shape)
     seen = []
     for box in tiles(shape, limit):
-        part = numbers[tuple(slice(*pair) for pair in box)]
+        part = box.part_of(numbers)
         assert part.size <= limit
         seen += part.reshape(-1).tolist()
     assert seen == list(range(numbers.size))

@@ -12,6 +12,7 @@ import torch
 
 from tests.memory import counted
 from tests.tools.synthetic import write_dcp, write_synthetic
+from vime_optim.files.geometry import whole
 from vime_optim.tools import commands
 from vime_optim.tools.reader import Checkpoint
 
@@ -106,5 +107,5 @@ def test_the_measurement_sees_a_whole_tensor(large: Paths) -> None:
     """The limit means something: one tensor read whole is already at it."""
     with counted() as memory, Checkpoint(large[0]) as checkpoint:
         entry = checkpoint.tensors["weight_0"]
-        checkpoint.read_box(entry, ((0, 4096), (0, 2048)))
+        checkpoint.read_box(entry, whole((4096, 2048)))
     assert memory.peak_bytes >= TENSOR

@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from itertools import combinations
 from math import prod
 from operator import lt, sub
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+from vime_optim.files.geometry import Box
 
 Ints: TypeAlias = NDArray[np.int64]
 
@@ -28,18 +30,24 @@ _FEW = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class Fault(Box):
     """A region of a tensor that is held by no box, or by two.
 
     Attributes:
-        offset: first index of the region along each axis.
-        size: length of the region along each axis.
         boxes: indices of two boxes that overlap there; () where no box holds the region.
     """
 
-    offset: tuple[int, ...]
-    size: tuple[int, ...]
     boxes: tuple[int, ...]
+
+
+class HasBox(Protocol):
+    """What has a place in a tensor, as a Box has."""
+
+    @property
+    def offset(self) -> tuple[int, ...]: ...
+
+    @property
+    def size(self) -> tuple[int, ...]: ...
 
 
 @dataclass(slots=True)
@@ -51,6 +59,13 @@ class _Task:
     hi: Ints
     region_lo: Ints
     region_hi: Ints
+
+
+def fault_of(boxes: Sequence[HasBox], shape: Sequence[int], *, full: bool) -> Fault | None:
+    """find_fault of boxes, as values, that lie within the shape."""
+    lo = np.array([box.offset for box in boxes], dtype=np.int64).reshape(len(boxes), len(shape))
+    size = np.array([box.size for box in boxes], dtype=np.int64).reshape(lo.shape)
+    return find_fault(lo, lo + size, shape, full=full)
 
 
 def find_fault(lo: Ints, hi: Ints, shape: Sequence[int], *, full: bool) -> Fault | None:

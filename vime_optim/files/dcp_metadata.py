@@ -16,6 +16,7 @@ import sys
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ import torch.distributed.checkpoint.filesystem as dcp_filesystem
 import torch.distributed.checkpoint.metadata as dcp_metadata
 
 from vime_optim.errors import CheckpointError
+from vime_optim.files.cover import fault_of
+from vime_optim.files.geometry import Box
 from vime_optim.files.pickles import audit
 from vime_optim.files.stand_ins import inert_class
 
@@ -181,41 +184,46 @@ class Location:
     length_bytes: int
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """A box of a tensor: `offsets` and `sizes` in elements, one per dimension."""
+@dataclass(frozen=True, slots=True)
+class Chunk(Box):
+    """A box of a tensor, and where its elements are stored."""
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
     location: Location | None
 
-    @property
-    def numel(self) -> int:
-        count = 1
-        for size in self.sizes:
-            count *= size
-        return count
-
 
 @dataclass(frozen=True)
-class TensorEntry:
-    """A tensor of the checkpoint: its whole shape, and the chunks that make it up."""
+class TensorInfo:
+    """What a tensor is, wherever it is stored."""
 
-    key: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
 
     @property
     def numel(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return prod(self.shape)
 
     @property
     def size_bytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class TensorEntry(TensorInfo):
+    """A tensor of the checkpoint, and the chunks that make it up."""
+
+    key: str
+    chunks: tuple[Chunk, ...]
+
+    def cover_fault(self) -> str | None:
+        """What is wrong with the cover by the chunks, in words; None where nothing is."""
+        if not self.shape:
+            held = len(self.chunks)
+            return None if held == 1 else f"{held} chunks of a single number"
+        fault = fault_of(self.chunks, self.shape, full=True)
+        if fault is None:
+            return None
+        what = "held twice" if fault.boxes else "held by no chunk"
+        return f"the part at {fault.offset} of size {fault.size} is {what}"
 
 
 @dataclass
@@ -272,13 +280,11 @@ def _tensor(key: str, entry: Any, located: dict[Any, Location]) -> TensorEntry:
     shape = _sizes(entry.size)
     chunks = []
     for chunk in entry.chunks:
-        offsets, sizes = _sizes(chunk.offsets), _sizes(chunk.sizes)
-        if len(offsets) != len(shape) or len(sizes) != len(shape):
-            raise ValueError(f"a chunk of {key!r} has another number of dimensions")
-        if any(o + s > whole for o, s, whole in zip(offsets, sizes, shape, strict=True)):
+        box = Box(_sizes(chunk.offsets), _sizes(chunk.sizes))
+        if not box.is_within(shape):
             raise ValueError(f"a chunk of {key!r} reaches out of its tensor")
-        chunks.append(Chunk(offsets, sizes, located.get((key, offsets))))
-    return TensorEntry(key, dtype, shape, tuple(chunks))
+        chunks.append(Chunk(box.offset, box.size, located.get((key, box.offset))))
+    return TensorEntry(dtype, shape, key, tuple(chunks))
 
 
 def _location(info: Any) -> Location:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from vime_optim.errors import CheckpointError
-from vime_optim.files.pieces import Comb, combs, cut
+from vime_optim.files.geometry import Box, Comb, combs, row_major, tiles
 from vime_optim.files.plain import require_plain
 
 PIECE_BYTES = 8 << 20
@@ -160,19 +160,20 @@ class BoxReader:
         # What is not contiguous goes through a buffer, even if neither dtype nor device differs.
         needs_no_buffer = is_direct and target.is_contiguous()
         limit_bytes = PIECE_BYTES if needs_no_buffer else self._slot_bytes
-        for offset, size in cut(source.size, limit_bytes // source.dtype.itemsize):
-            part = target
-            if size != source.size:
-                part = target[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))]
-            at = tuple(a + o for a, o in zip(source.offset, offset, strict=True))
+        strides = row_major(source.shape)
+        for box in tiles(source.size, limit_bytes // source.dtype.itemsize):
+            part = target if box.size == source.size else target[box.slices]
             if is_direct and part.is_contiguous():
                 entry = _Entry(None)
                 memory = part
             else:
-                entry = self._staged(source, part, size)
+                entry = self._staged(source, part, box.size)
                 assert entry.staged is not None
                 memory = entry.staged
-            entry.future = self._pool.submit(_fill, descriptor, source, at, size, _bytes_of(memory))
+            wanted = box.moved(source.offset)
+            entry.future = self._pool.submit(
+                fill, descriptor, source, strides, wanted, _bytes_of(memory)
+            )
             self._entries.append(entry)
         self._entries.append(_Entry(None, done=done))
 
@@ -256,17 +257,19 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return flat.numpy().data
 
 
-def _fill(
-    descriptor: int,
-    source: Source,
-    offset: tuple[int, ...],
-    size: tuple[int, ...],
-    out: memoryview,
+def fill(
+    descriptor: int, source: Source, strides: Sequence[int], box: Box, out: memoryview
 ) -> None:
-    """Read the box at `offset` of the chunk into `out`, contiguous; runs in a thread."""
+    """Read a box of the source's chunk, of these strides, into `out`, contiguous.
+
+    Any thread may call it: it only reads. `out` has the box's size in bytes.
+
+    Raises:
+        CheckpointError: the file cannot be read, or ends early.
+    """
     itemsize = source.dtype.itemsize
     done = 0
-    for comb in combs(source.shape, offset, size):
+    for comb in combs(strides, box):
         nbytes = comb.numel * itemsize
         _read_comb(descriptor, source, comb, out[done : done + nbytes])
         done += nbytes

@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
-import numpy as np
-
 from vime_optim.errors import PlanError
-from vime_optim.files.cover import Fault, find_fault
-from vime_optim.files.region import boxes_of_range
+from vime_optim.files.cover import Fault, fault_of
+from vime_optim.files.geometry import Box, boxes_of_range
 from vime_optim.reshard.keys import (
     KeyInfo,
     compare_digests,
@@ -180,18 +178,19 @@ def pieces_of_range(
     prepended = len(target.global_shape) - len(target.local_shape)
     ones = (1,) * prepended
     head, tail = target.global_offset[:prepended], target.global_offset[prepended:]
+    position = shard_start + target.flat_start + first - start
     for box in boxes_of_range(target.local_shape, first, last):
-        offset = head + tuple(a + b for a, b in zip(tail, box.offset, strict=True))
-        position = shard_start + target.flat_start + box.flat_start - start
+        numel = box.numel
         yield Piece(
             key=target.key if key is None else key,
             global_shape=target.global_shape,
-            offset=offset,
+            offset=head + box.moved(tail).offset,
             size=ones + box.size,
-            numel=box.numel,
+            numel=numel,
             replica_id=target.replica_id,
             source=Source(param, state, position),
         )
+        position += numel
 
 
 def check_local(plan: SavePlan | LoadPlan) -> None:
@@ -203,12 +202,12 @@ def check_local(plan: SavePlan | LoadPlan) -> None:
     for key, pieces in _by_key(plan.pieces).items():
         for piece in pieces:
             _check_piece(piece, pieces[0].global_shape, plan.rank)
-        fault = _find(pieces, pieces[0].global_shape, full=False) if len(pieces) > 1 else None
+        fault = fault_of(pieces, pieces[0].global_shape, full=False) if pieces[1:] else None
         if fault is not None:
             first, second = (pieces[index].source for index in fault.boxes)
             raise PlanError(
                 "One rank holds the same elements twice",
-                where=f"{key}, {_region(fault)}",
+                where=f"{key}, {fault}",
                 got=f"{first} and {second}",
                 expected="disjoint pieces",
                 next_step="Two parameters share a checkpoint key; report the model",
@@ -245,7 +244,7 @@ def check_cover(
         held = by_key.get(key, [])
         for rank, piece in held:
             _check_piece(piece, shape, rank)
-        fault = _find([piece for _, piece in held], shape, full=True)
+        fault = fault_of([piece for _, piece in held], shape, full=True)
         if fault is not None:
             raise cover_error(key, shape, fault, [held[index][0] for index in fault.boxes])
 
@@ -254,7 +253,7 @@ def cover_error(key: str, shape: Sequence[int], fault: Fault, ranks: Sequence[in
     """The PlanError for a gap (no ranks) or an overlap (two ranks) of a key."""
     return PlanError(
         "A tensor would be written twice in part" if ranks else "A tensor would be incomplete",
-        where=f"{key}, {_region(fault)} of shape {tuple(shape)}",
+        where=f"{key}, {fault} of shape {tuple(shape)}",
         got=f"written by ranks {ranks[0]} and {ranks[1]}" if ranks else "written by no rank",
         expected="every element written by exactly one rank",
         next_step="Nothing was written. Do all ranks run the same model and parallel layout?",
@@ -309,11 +308,7 @@ def _check_piece(piece: Piece, shape: tuple[int, ...], rank: int) -> None:
     wrong = None
     if piece.global_shape != shape:
         wrong = f"global shape {piece.global_shape}"
-    elif not len(piece.offset) == len(piece.size) == len(shape):
-        wrong = "another number of axes"
-    elif any(
-        o < 0 or s < 1 or o + s > n for o, s, n in zip(piece.offset, piece.size, shape, strict=True)
-    ):
+    elif not Box(piece.offset, piece.size).is_within(shape) or 0 in piece.size:
         wrong = "an empty box, or one outside the tensor"
     elif piece.numel != prod(piece.size):
         wrong = f"numel {piece.numel} for size {piece.size}"
@@ -328,18 +323,6 @@ def _check_piece(piece: Piece, shape: tuple[int, ...], rank: int) -> None:
             next_step="Nothing was written. Report the model and its parallel layout",
             rank=rank,
         )
-
-
-def _find(pieces: Sequence[Piece], shape: tuple[int, ...], *, full: bool) -> Fault | None:
-    axes = len(shape)
-    lo = np.array([p.offset for p in pieces], dtype=np.int64).reshape(len(pieces), axes)
-    size = np.array([p.size for p in pieces], dtype=np.int64).reshape(len(pieces), axes)
-    return find_fault(lo, lo + size, shape, full=full)
-
-
-def _region(fault: Fault) -> str:
-    spans = zip(fault.offset, fault.size, strict=True)
-    return "[" + ", ".join(f"{o}:{o + s}" for o, s in spans) + "]"
 
 
 def _compare_ranges(

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from vime_optim.files.boxes import Box, tiles
 from vime_optim.files.dcp_metadata import Chunk, TensorEntry
+from vime_optim.files.geometry import Box, round_up, tiles
 from vime_optim.tools.names import BucketKey, parse_key
 from vime_optim.tools.reader import Checkpoint
 
@@ -51,11 +51,6 @@ class _Part:
 
     entry: TensorEntry
     chunk: Chunk
-
-    @property
-    def box(self) -> Box:
-        pairs = zip(self.chunk.offsets, self.chunk.sizes, strict=True)
-        return tuple((offset, offset + size) for offset, size in pairs)
 
 
 def derive_layout(checkpoint: Checkpoint, keys: dict[str, BucketKey]) -> BucketLayout | str:
@@ -99,8 +94,8 @@ def _parts_in_buffer_order(checkpoint: Checkpoint) -> list[_Part]:
         stem = entry.key.partition(".layers.")[0] if ".layers." in entry.key else entry.key
         block.setdefault(stem, position)
         for chunk in entry.chunks:
-            layer = chunk.offsets[0] if ".layers." in entry.key and chunk.offsets else 0
-            rank = (-block[stem], -layer, -position, chunk.offsets)
+            layer = chunk.offset[0] if ".layers." in entry.key and chunk.offset else 0
+            rank = (-block[stem], -layer, -position, chunk.offset)
             ranked.append((rank, _Part(entry, chunk)))
     ranked.sort(key=lambda pair: pair[0])
     return [part for _, part in ranked if part.chunk.numel > 0]
@@ -135,7 +130,7 @@ class _Finder:
             if index is not None:
                 position = self._accept(index, stem, position)
             elif position % _ALIGN_ELEM:
-                position = min(size, -(-position // _ALIGN_ELEM) * _ALIGN_ELEM)
+                position = min(size, round_up(position, _ALIGN_ELEM))
             else:
                 return f"the masters from {position} on in {stem}param match no weight, or several"
         return None
@@ -143,7 +138,7 @@ class _Finder:
     def _accept(self, index: int, stem: str, position: int) -> int:
         part = self._parts[index]
         if index not in self._found:
-            self._layout.places[part.entry.key].append(Place(part.box, stem, position))
+            self._layout.places[part.entry.key].append(Place(part.chunk, stem, position))
         self._found.add(index)
         self._used.add(index)
         self._next = index + 1
@@ -175,31 +170,29 @@ class _Finder:
         return found
 
     def _head(self, part: _Part) -> bytes:
-        box = next(tiles(part.chunk.sizes, 8))
-        moved = tuple((a + o, b + o) for (a, b), o in zip(box, part.chunk.offsets, strict=True))
-        return self._checkpoint.read_box(part.entry, moved).tobytes()
+        box = next(tiles(part.chunk.size, 8))
+        return self._checkpoint.read_box(part.entry, box.moved(part.chunk.offset)).tobytes()
 
     def _read_head(self, masters: TensorEntry, position: int, dtype: torch.dtype) -> bytes:
         stop = min(position + 8, masters.shape[0])
-        values = self._checkpoint.read_box(masters, ((position, stop),))
+        values = self._checkpoint.read_box(masters, Box((position,), (stop - position,)))
         return rounded(values, dtype).tobytes()
 
     def _same(self, masters: TensorEntry, position: int, part: _Part) -> bool:
-        for box in tiles(part.chunk.sizes, _BLOCK_BYTES // 4):
-            moved = tuple((a + o, b + o) for (a, b), o in zip(box, part.chunk.offsets, strict=True))
+        for box in tiles(part.chunk.size, _BLOCK_BYTES // 4):
+            moved = box.moved(part.chunk.offset)
             weights = self._checkpoint.read_box(part.entry, moved).reshape(-1)
-            stop = position + weights.size
-            values = self._checkpoint.read_box(masters, ((position, stop),))
+            values = self._checkpoint.read_box(masters, Box((position,), (box.numel,)))
             if not np.array_equal(rounded(values, part.entry.dtype), weights):
                 return False
-            position = stop
+            position += box.numel
         return True
 
     def finish(self) -> BucketLayout | str:
         """The layout, if each weight that has optimizer state has all of it."""
         for key, places in self._layout.places.items():
             entry = self._checkpoint.tensors[key]
-            held = sum(int(np.prod([b - a for a, b in place.box])) for place in places)
+            held = sum(place.box.numel for place in places)
             if held != entry.numel:
                 return f"only {held} of {entry.numel} elements of {key} were found in the buckets"
         return self._layout
@@ -219,6 +212,6 @@ def possible_padding(entry: TensorEntry) -> Iterator[tuple[int, int]]:
     parameter that a rank's shard begins with, which is why it is only possible.
     """
     for chunk in entry.chunks:
-        start, stop = chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]
-        if start % _ALIGN_ELEM and start < stop <= -(-start // _ALIGN_ELEM) * _ALIGN_ELEM:
+        start, stop = chunk.offset[0], chunk.offset[0] + chunk.size[0]
+        if start % _ALIGN_ELEM and start < stop <= round_up(start, _ALIGN_ELEM):
             yield start, stop

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 from collections import deque
 from collections.abc import Iterator
@@ -15,12 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from vime_optim.files.boxes import Box, box_shape, tiles
+from vime_optim.files.geometry import Box, tiles
 from vime_optim.files.items import carrier_dtype
 from vime_optim.tools.bucket_layout import possible_padding
 from vime_optim.tools.logical import BUCKET, Logical, View, open_view
 from vime_optim.tools.progress import Advance, progress
-from vime_optim.tools.reader import Checkpoint
+from vime_optim.tools.reader import Bits, Checkpoint
 from vime_optim.tools.scalars import compare_scalars
 
 EQUAL, DIFFERENT, CANNOT_SAY = 0, 1, 2
@@ -29,7 +28,6 @@ _BLOCK_BYTES = 2 * 1024 * 1024
 _BLOCKS_A_RUN = 8
 _MAX_THREADS = 4
 
-Bits = np.ndarray[Any, Any]
 _Run = list[tuple[int, Box]]
 
 
@@ -139,7 +137,7 @@ def _match_names(a: View, b: View, report: DiffReport) -> list[str]:
 
 
 def _file_order(tensor: Logical) -> tuple[str, int]:
-    entry = tensor.entry if tensor.entry is not None else tensor.pieces[0].bucket
+    entry = tensor.entry if tensor.entry is not None else tensor.parts[0].bucket
     places = [chunk.location for chunk in entry.chunks if chunk.location is not None]
     return min(((p.file, p.offset_bytes) for p in places), default=("", 0))
 
@@ -257,7 +255,7 @@ def _runs(shape: tuple[int, ...], limit_elem: int) -> Iterator[_Run]:
     start = 0
     for box in tiles(shape, limit_elem):
         run.append((start, box))
-        start += math.prod(box_shape(box))
+        start += box.numel
         if len(run) == _BLOCKS_A_RUN:
             yield run
             run = []

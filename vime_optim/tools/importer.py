@@ -33,8 +33,8 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from vime_optim.errors import CheckpointError
-from vime_optim.files.boxes import Box, box_shape, tiles
 from vime_optim.files.dcp_metadata import dump_metadata, parse_metadata
+from vime_optim.files.geometry import Box, tiles, whole
 from vime_optim.files.safe_load import load_common, save_common
 from vime_optim.tools.carry import common_from_index
 from vime_optim.tools.export import NO_WEIGHTS
@@ -180,13 +180,13 @@ class _StreamingPlanner(DefaultSavePlanner):
     def _pieces(self, name: str, tensor: StoredTensor) -> list[WriteItem]:
         limit = max(1, self._chunk_bytes // tensor.dtype.itemsize)
         items = []
-        boxes = list(tiles(tensor.shape, limit)) or [tuple((0, size) for size in tensor.shape)]
+        boxes = list(tiles(tensor.shape, limit)) or [whole(tensor.shape)]
         for number, box in enumerate(boxes):
-            offsets = torch.Size([start for start, _ in box])
+            offsets = torch.Size(box.offset)
             index = MetadataIndex(name, offsets, number)
             self._boxes[index] = box
             data = TensorWriteData(
-                chunk=ChunkStorageMetadata(offsets, torch.Size(box_shape(box))),
+                chunk=ChunkStorageMetadata(offsets, torch.Size(box.size)),
                 properties=TensorProperties(dtype=tensor.dtype),
                 size=torch.Size(tensor.shape),
             )
@@ -200,14 +200,6 @@ class _StreamingPlanner(DefaultSavePlanner):
             return buffer
         tensor = self._tensors[write_item.index.fqn]
         box = self._boxes[write_item.index]
-        shape = box_shape(box)
-        first, step = 0, 1
-        for (start, _), size in zip(reversed(box), reversed(tensor.shape), strict=True):
-            first += start * step
-            step *= size
-        count = 1
-        for size in shape:
-            count *= size
-        piece = read_range(tensor, first, first + count).reshape(shape)
-        self._advance(count * tensor.dtype.itemsize)
+        piece = read_range(tensor, *box.flat_range(tensor.shape)).reshape(box.size)
+        self._advance(piece.nbytes)
         return piece

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from vime_optim.errors import CheckpointError
-from vime_optim.files.boxes import cover_fault
 from vime_optim.files.dcp_metadata import TensorEntry
 from vime_optim.tools.common import OptimizerFacts, common_location, optimizer_facts
 from vime_optim.tools.names import parse_key
@@ -167,7 +166,7 @@ def _tensors(checkpoint: Checkpoint, report: Report, tree: bool) -> None:
 
 
 def _chunks_fault(entry: TensorEntry) -> str | None:
-    fault = cover_fault(entry)
+    fault = entry.cover_fault()
     if fault is None and any(c.location is None for c in entry.chunks if c.numel):
         return "a chunk has no place in any file"
     for chunk in entry.chunks:

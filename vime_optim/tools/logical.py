@@ -9,23 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-import torch
 
-from vime_optim.files.boxes import Box, box_shape, tiles
-from vime_optim.files.dcp_metadata import TensorEntry
+from vime_optim.files.dcp_metadata import TensorEntry, TensorInfo
+from vime_optim.files.geometry import Box, row_major, tiles
 from vime_optim.files.items import carrier_dtype
 from vime_optim.tools.bucket_layout import BucketLayout, derive_layout
 from vime_optim.tools.names import BucketKey, ModelSpaceKey, parse_key
-from vime_optim.tools.reader import Checkpoint
+from vime_optim.tools.reader import Bits, Checkpoint
 
 MODEL, OPTIMIZER, BUCKET = "model", "optimizer", "bucket"
 
 
 @dataclass(frozen=True)
-class Piece:
+class BucketPart:
     """A box of a logical tensor that lies flat in a bucket from `start` on."""
 
     box: Box
@@ -34,26 +32,13 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Logical:
-    """A tensor by its canonical name. Either `entry` or `pieces` says where it is."""
+class Logical(TensorInfo):
+    """A tensor by its canonical name. Either `entry` or `parts` says where it is."""
 
     name: str
     kind: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
     entry: TensorEntry | None = None
-    pieces: tuple[Piece, ...] = ()
-
-    @property
-    def numel(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
-
-    @property
-    def size_bytes(self) -> int:
-        return self.numel * self.dtype.itemsize
+    parts: tuple[BucketPart, ...] = ()
 
 
 @dataclass
@@ -70,46 +55,29 @@ class View:
     tensors: dict[str, Logical] = field(default_factory=dict)
     layout_problem: str | None = None
 
-    def read(
-        self, tensor: Logical, box: Box, out: np.ndarray[Any, Any] | None = None
-    ) -> np.ndarray[Any, Any]:
-        """Raw bits of a contiguous box (one of `tiles`), in the carrier dtype."""
+    def read(self, tensor: Logical, box: Box, out: Bits | None = None) -> Bits:
+        """Raw bits of a box, in the carrier dtype; into `out`, a flat buffer, where it is given."""
         if tensor.entry is not None:
             return self.checkpoint.read_box(tensor.entry, box, out)
-        shape = box_shape(box)
-        numel = int(np.prod(shape, dtype=np.int64))
-        flat = np.empty(numel, carrier_dtype(tensor.dtype)) if out is None else out[:numel]
-        target = flat.reshape(shape)
-        for piece in tensor.pieces:
-            self._copy_piece(piece, box, target)
+        flat = np.empty(box.numel, carrier_dtype(tensor.dtype)) if out is None else out[: box.numel]
+        target = flat.reshape(box.size)
+        for part in tensor.parts:
+            met = part.box.meet(box)
+            if met is not None:
+                self._read_part(part, met, met.seen_from(box.offset).part_of(target))
         return target
 
-    def _copy_piece(self, piece: Piece, box: Box, target: np.ndarray[Any, Any]) -> None:
-        part = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, piece.box, strict=True))
-        if any(a >= b for a, b in part):
-            return
-        strides, step = [], 1
-        for start, stop in reversed(piece.box):
-            strides.append(step)
-            step *= stop - start
-        strides.reverse()
-        first = last = piece.start
-        for (a, b), (c, _), step in zip(part, piece.box, strides, strict=True):
-            first += (a - c) * step
-            last += (b - 1 - c) * step
-        values = self.checkpoint.read_box(piece.bucket, ((first, last + 1),))
-        sizes = box_shape(part)
-        byte_strides = [step * values.itemsize for step in strides]
-        shaped = np.lib.stride_tricks.as_strided(values, sizes, byte_strides, writeable=False)
-        where = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(part, box, strict=True))
-        target[where] = shaped
+    def _read_part(self, part: BucketPart, box: Box, target: Bits) -> None:
+        """Reads what lies between the first element and the last one, and takes the box of it."""
+        strides = row_major(part.box.size)
+        local = box.seen_from(part.box.offset)
+        first = part.start + sum(o * step for o, step in zip(local.offset, strides, strict=True))
+        extent = 1 + sum((n - 1) * step for n, step in zip(local.size, strides, strict=True))
+        values = self.checkpoint.read_box(part.bucket, Box((first,), (extent,)))
+        steps = [step * values.itemsize for step in strides]
+        target[...] = np.lib.stride_tricks.as_strided(values, box.size, steps, writeable=False)
 
-    def read_whole(self, tensor: Logical) -> np.ndarray[Any, Any]:
-        """All of a small tensor."""
-        box: Box = tuple((0, size) for size in tensor.shape)
-        return self.read(tensor, box)
-
-    def stream(self, tensor: Logical, block_bytes: int) -> Iterator[np.ndarray[Any, Any]]:
+    def stream(self, tensor: Logical, block_bytes: int) -> Iterator[Bits]:
         """The tensor's raw bits in flat order, in blocks of at most `block_bytes`."""
         limit = max(1, block_bytes // tensor.dtype.itemsize)
         for box in tiles(tensor.shape, limit):
@@ -132,9 +100,9 @@ def open_view(checkpoint: Checkpoint, *, prove_layout: bool = True) -> View:
         elif isinstance(meaning, ModelSpaceKey):
             name = meaning.canonical
             name = key if name in view.tensors else name
-            view.tensors[name] = Logical(name, OPTIMIZER, entry.dtype, entry.shape, entry)
+            view.tensors[name] = Logical(entry.dtype, entry.shape, name, OPTIMIZER, entry)
         else:
-            view.tensors[key] = Logical(key, MODEL, entry.dtype, entry.shape, entry)
+            view.tensors[key] = Logical(entry.dtype, entry.shape, key, MODEL, entry)
     if buckets and prove_layout:
         layout = derive_layout(checkpoint, buckets)
         if isinstance(layout, BucketLayout):
@@ -145,7 +113,7 @@ def open_view(checkpoint: Checkpoint, *, prove_layout: bool = True) -> View:
         view.layout_problem = "the layout of the buckets was not looked for"
     for key in buckets:
         entry = checkpoint.tensors[key]
-        view.tensors[key] = Logical(key, BUCKET, entry.dtype, entry.shape, entry)
+        view.tensors[key] = Logical(entry.dtype, entry.shape, key, BUCKET, entry)
     return view
 
 
@@ -153,10 +121,10 @@ def _add_pieces(view: View, layout: BucketLayout) -> None:
     for model_key, places in layout.places.items():
         shape = view.checkpoint.tensors[model_key].shape
         for state in layout.states:
-            pieces = tuple(
-                Piece(place.box, view.checkpoint.tensors[place.stem + state], place.start)
+            parts = tuple(
+                BucketPart(place.box, view.checkpoint.tensors[place.stem + state], place.start)
                 for place in places
             )
             name = f"optimizer.state.{state}.{model_key}"
-            dtype = pieces[0].bucket.dtype
-            view.tensors[name] = Logical(name, OPTIMIZER, dtype, shape, None, pieces)
+            dtype = parts[0].bucket.dtype
+            view.tensors[name] = Logical(dtype, shape, name, OPTIMIZER, None, parts)

@@ -8,25 +8,21 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import os
 import stat
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from vime_optim.errors import CheckpointError
-from vime_optim.files.boxes import Box, box_shape, cover_fault, intersect
-from vime_optim.files.dcp_metadata import (
-    Chunk,
-    Index,
-    Location,
-    TensorEntry,
-    parse_metadata,
-)
+from vime_optim.files.dcp_metadata import Chunk, Index, Location, TensorEntry, parse_metadata
+from vime_optim.files.geometry import Box, row_major
 from vime_optim.files.items import FileWindow, ItemLayout, carrier_dtype, read_layout
+from vime_optim.files.plain import too_large
+from vime_optim.files.reading import Source, fill
 from vime_optim.files.safe_load import load_common
 from vime_optim.tools.place import checkpoint_directory, describe, refuse_plain_dcp
 
@@ -36,6 +32,9 @@ COMMON_STATE_KEY = "common_state/shard_0_1"
 """Where megatron-core 0.19 keeps what common.pt held before (its serialization.py)."""
 
 _OPEN_FILES = 128
+
+Bits = np.ndarray[Any, Any]
+"""Elements as unsigned integers of their size: numpy has no bfloat16 or float8."""
 
 
 class Checkpoint:
@@ -95,13 +94,7 @@ class Checkpoint:
         descriptor = self.open_file(name)
         size = os.fstat(descriptor).st_size
         if size > limit_bytes:
-            raise CheckpointError(
-                "A file of the checkpoint is too large for what it should hold.",
-                where=str(path),
-                got=f"{size} bytes",
-                expected=f"at most {limit_bytes} bytes",
-                next_step="Check that this directory is a Megatron checkpoint.",
-            )
+            raise too_large(str(path), str(size), limit_bytes)
         return FileWindow(descriptor, 0, size).read()
 
     def _read_config(self) -> dict[str, Any] | None:
@@ -240,56 +233,47 @@ class Checkpoint:
 
     def layout(self, entry: TensorEntry, chunk: Chunk) -> ItemLayout:
         """Where a chunk's elements are; checked against what `.metadata` says of it."""
-        known = self._layouts.get((entry.key, chunk.offsets))
+        known = self._layouts.get((entry.key, chunk.offset))
         if known is not None:
             return known
         window, place = self._window(entry.key, chunk.location)
         where = f"{self.path / place.file}: {entry.key[:200]}"
         found = read_layout(window, place.offset_bytes, place.length_bytes, where)
-        if found.dtype != entry.dtype or found.shape != chunk.sizes:
+        if found.dtype != entry.dtype or found.shape != chunk.size:
             raise CheckpointError(
                 "A chunk holds something else than .metadata says.",
                 where=where,
                 got=f"{found.dtype} {found.shape}",
-                expected=f"{entry.dtype} {chunk.sizes}",
+                expected=f"{entry.dtype} {chunk.size}",
                 next_step="The files are of two different saves; use a whole checkpoint.",
             )
         if len(self._layouts) < 200_000:
-            self._layouts[entry.key, chunk.offsets] = found
+            self._layouts[entry.key, chunk.offset] = found
         return found
 
-    def read_box(
-        self, entry: TensorEntry, box: Box, out: np.ndarray[Any, Any] | None = None
-    ) -> np.ndarray[Any, Any]:
+    def read_box(self, entry: TensorEntry, box: Box, out: Bits | None = None) -> Bits:
         """The elements of a box, as raw bits (bfloat16 as uint16, float32 as uint32).
 
         Args:
-            box: one of `tiles`, in the tensor's coordinates.
             out: a flat buffer of the carrier dtype to fill; allocated when left out.
 
         Raises:
-            CheckpointError: the chunks leave a gap in the box, or cannot be read.
+            CheckpointError: the chunks leave a gap in the tensor, or cannot be read.
         """
         self.check_cover(entry)
-        shape = box_shape(box)
-        numel = math.prod(shape)
-        flat = np.empty(numel, carrier_dtype(entry.dtype)) if out is None else out[:numel]
-        target = flat.reshape(shape)
-        for chunk in self.chunks_in(entry, box):
-            part = intersect(chunk, box)
-            if part is None:
-                continue
-            where = tuple(
-                slice(a - start, b - start) for (a, b), (start, _) in zip(part, box, strict=True)
-            )
-            view = target[where] if where else target
-            self._fill(entry, chunk, part, view)
+        flat = np.empty(box.numel, carrier_dtype(entry.dtype)) if out is None else out[: box.numel]
+        target = flat.reshape(box.size)
+        for chunk in self._chunks_near(entry, box):
+            part = chunk.meet(box)
+            if part is not None:
+                view = part.seen_from(box.offset).part_of(target)
+                self._fill(entry, chunk, part.seen_from(chunk.offset), view)
         return target
 
     def check_cover(self, entry: TensorEntry) -> None:
         """Raises CheckpointError unless the chunks hold every element of the tensor once."""
         if entry.key not in self._covered:
-            fault = cover_fault(entry)
+            fault = entry.cover_fault()
             if fault is not None:
                 raise CheckpointError(
                     "The chunks of a tensor do not hold each of its elements once.",
@@ -299,78 +283,38 @@ class Checkpoint:
                 )
             self._covered.add(entry.key)
 
-    def chunks_in(self, entry: TensorEntry, box: Box) -> Iterator[Chunk]:
-        """The chunks that may meet a box."""
-        if len(entry.shape) == 1 and len(entry.chunks) > 16:
-            starts, ordered = self._sorted_chunks(entry)
-            first = max(0, int(np.searchsorted(starts, box[0][0], side="right")) - 1)
-            last = int(np.searchsorted(starts, box[0][1], side="left"))
-            # Empty chunks share their start with the next one: step back over equal starts.
-            while first > 0 and starts[first - 1] == starts[first]:
-                first -= 1
-            yield from ordered[first:last]
-        else:
-            yield from entry.chunks
-
-    def _sorted_chunks(self, entry: TensorEntry) -> tuple[np.ndarray[Any, Any], list[Chunk]]:
+    def _chunks_near(self, entry: TensorEntry, box: Box) -> Sequence[Chunk]:
+        """The chunks that may meet a box. Flat tensors may have one for each rank."""
+        if len(entry.shape) != 1 or len(entry.chunks) <= 16:
+            return entry.chunks
         if self._sorted_key != entry.key:
-            ordered = sorted(entry.chunks, key=lambda c: (c.offsets[0], c.sizes[0]))
             self._sorted_key = entry.key
-            self._sorted = (np.array([c.offsets[0] for c in ordered], dtype=np.int64), ordered)
-        return self._sorted
+            self._sorted = sorted(entry.chunks, key=lambda c: (c.offset, c.size))
+        start, end = box.offset[0], box.offset[0] + box.size[0]
+        # They hold every element once, so their ends ascend as well.
+        first = bisect_right(self._sorted, start, key=lambda c: c.offset[0] + c.size[0])
+        return self._sorted[first : bisect_left(self._sorted, end, key=lambda c: c.offset[0])]
 
-    def _fill(
-        self, entry: TensorEntry, chunk: Chunk, part: Box, view: np.ndarray[Any, Any]
-    ) -> None:
+    def _fill(self, entry: TensorEntry, chunk: Chunk, box: Box, view: Bits) -> None:
+        """Reads a box of a chunk, in the chunk's coordinates, into a part of an array."""
         layout = self.layout(entry, chunk)
-        local = tuple((a - o, b - o) for (a, b), o in zip(part, chunk.offsets, strict=True))
-        place = chunk.location
-        if place is None:
-            raise CheckpointError("A chunk has no location.", where=entry.key[:200])
-        strides = layout.strides_elem or _row_major(chunk.sizes)
-        start = sum(a * step for (a, _), step in zip(local, strides, strict=True))
-        extent = 1 + sum((b - a - 1) * step for (a, b), step in zip(local, strides, strict=True))
-        itemsize = view.dtype.itemsize
-        descriptor = self.open_file(place.file)
-        at = layout.start_bytes + start * itemsize
-        if extent == view.size and layout.strides_elem is None and view.flags.c_contiguous:
-            _read_into(descriptor, at, view.reshape(-1), entry.key)
-            return
-        if extent > 2 * view.size + 4096:
-            self._fill_by_rows(entry, chunk, part, view)
-            return
-        raw = np.empty(extent, view.dtype)
-        _read_into(descriptor, at, raw, entry.key)
-        byte_strides = [step * itemsize for step in strides]
-        view[...] = np.lib.stride_tricks.as_strided(raw, view.shape, byte_strides, writeable=False)
-
-    def _fill_by_rows(
-        self, entry: TensorEntry, chunk: Chunk, part: Box, view: np.ndarray[Any, Any]
-    ) -> None:
-        """A part that lies scattered in its chunk: one read for each index of the first axis."""
-        axis = next(i for i, (a, b) in enumerate(part) if b - a > 1)
-        for row in range(part[axis][1] - part[axis][0]):
-            at = part[axis][0] + row
-            sub = (*part[:axis], (at, at + 1), *part[axis + 1 :])
-            index = (*(slice(None),) * axis, slice(row, row + 1))
-            self._fill(entry, chunk, sub, view[index])
-
-
-def _row_major(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(sizes):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))
-
-
-def _read_into(descriptor: int, offset: int, flat: np.ndarray[Any, Any], key: str) -> None:
-    buffer = memoryview(flat.view(np.uint8).data).cast("B")
-    done = 0
-    while done < len(buffer):
-        count = os.preadv(descriptor, [buffer[done:]], offset + done)
-        if count <= 0:
-            raise CheckpointError(
-                "A file of the checkpoint ends before its tensor does.", where=key[:200]
-            )
-        done += count
+        assert chunk.location is not None  # or it had no layout
+        path = self.path / chunk.location.file
+        strides = layout.strides_elem or row_major(chunk.size)
+        # Axes in the order in which they lie in the file: a transposed tensor is turned afterwards.
+        order = sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
+        stored = Box(*(tuple(n[axis] for axis in order) for n in (box.offset, box.size)))
+        turned = view.transpose(order)
+        raw = turned if turned.flags.c_contiguous else np.empty(stored.size, view.dtype)
+        source = Source(
+            str(path), entry.key[:200], layout.dtype, layout.start_bytes, (), (), stored.size
+        )
+        fill(
+            self.open_file(chunk.location.file),
+            source,
+            [strides[axis] for axis in order],
+            stored,
+            raw.reshape(-1).view(np.uint8).data,
+        )
+        if raw is not turned:
+            turned[...] = raw

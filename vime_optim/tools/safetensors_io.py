@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from vime_optim.errors import CheckpointError
+from vime_optim.files.dcp_metadata import TensorInfo
 
 INDEX_NAME = "state.safetensors.index.json"
 INDEX_LIMIT_BYTES = 256 * 1024 * 1024
@@ -44,25 +45,12 @@ _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(TensorInfo):
     """A tensor in a safetensors file; `start_bytes` counts from the start of the file."""
 
     name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
     path: Path
     start_bytes: int
-
-    @property
-    def numel(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
-
-    @property
-    def size_bytes(self) -> int:
-        return self.numel * self.dtype.itemsize
 
 
 def header_bytes(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
@@ -114,7 +102,7 @@ def _stored(path: Path, name: str, entry: Any, base: int, size: int) -> StoredTe
     shape = tuple(entry["shape"])
     if any(type(n) is not int or n < 0 for n in (start, stop, *shape)):
         raise ValueError(f"sizes of {name[:100]!r}")
-    made = StoredTensor(name, _DTYPES[entry["dtype"]], shape, path, base + start)
+    made = StoredTensor(_DTYPES[entry["dtype"]], shape, name, path, base + start)
     if made.size_bytes != stop - start or base + stop > size:
         raise ValueError(f"{name[:100]!r} does not fit its place")
     return made

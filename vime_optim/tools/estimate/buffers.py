@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from math import lcm, prod
 
 from vime_optim.errors import PlanError
+from vime_optim.files.geometry import round_up
 from vime_optim.reshard.plan import is_main
 from vime_optim.tools.estimate.shapes import ModelParam, ModelSplit
 
@@ -113,12 +114,12 @@ def build_buffer(
 
     def close(end: int) -> int:
         nonlocal bucket_start, is_open
-        buckets.append(Bucket(bucket_start, _padded(end, align), end - bucket_start))
+        buckets.append(Bucket(bucket_start, round_up(end, align), end - bucket_start))
         bucket_start, is_open = buckets[-1].end, False
         return bucket_start
 
     for param in reversed(params):
-        position = _padded(position, PARAM_ALIGN_NUMEL)
+        position = round_up(position, PARAM_ALIGN_NUMEL)
         if param.shared_embedding and is_open:
             position = close(position)
         starts.append(position)
@@ -131,10 +132,6 @@ def build_buffer(
     if is_open:
         close(position)
     return Buffer(tuple(reversed(params)), tuple(starts), tuple(ends), tuple(buckets), group_size)
-
-
-def _padded(position: int, divisor: int) -> int:
-    return -(-position // divisor) * divisor
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from vime_optim.errors import PlanError
+from vime_optim.files.geometry import round_up
 from vime_optim.reshard.plan import Target
 
 EMBEDDING_KEY = "embedding.word_embeddings.weight"
@@ -50,8 +51,7 @@ class ModelShape:
 
     def padded_vocab(self, tp: int) -> int:
         """Vocabulary after padding for `tp` tensor-parallel ranks."""
-        multiple = self.vocab_multiple * tp
-        return -(-self.vocab // multiple) * multiple
+        return round_up(self.vocab, self.vocab_multiple * tp)
 
 
 def _qwen3(
