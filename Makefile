@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 JOBS ?= 2
 PYTEST := -m pytest -n $(JOBS)
 
-.PHONY: demo test test-ci test-all clients lint types matrix mutants coverage docs dist docs-shots bench clean setup megatron
+.PHONY: demo test test-ci test-all clients lint types matrix mutants coverage docs patches dist docs-shots bench clean setup megatron
 
 # The main job: train with PAO and CPU offload, save, resume in fresh ranks, compare every bit;
 # then the same job on the untouched megatron-core, which must fail.
@@ -65,6 +65,10 @@ matrix: .venv/.setup megatron
 # ARGS="-k reshard" tries a part.
 mutants: .venv/.setup megatron
 	$(PY) -m tests.mutants --jobs $(JOBS) $(ARGS)
+
+# patches/<release>/*.patch from patches/src and the releases' wheels.
+patches: .venv/.setup megatron
+	$(PY) -m patches.generate
 
 lint: .venv/.lint
 	.venv/bin/ruff check .

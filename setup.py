@@ -55,7 +55,8 @@ class BuildWithPatches(build_py):
         if not self.editable_mode:
             target = Path(self.build_lib) / "vime_optim" / "patches"
             shutil.rmtree(target, ignore_errors=True)
-            shutil.copytree(ROOT / "patches", target)
+            made_from = shutil.ignore_patterns("src", "*.py", "__pycache__")
+            shutil.copytree(ROOT / "patches", target, ignore=made_from)
 
 
 repository = os.environ.get("VIME_OPTIM_REPOSITORY", "").rstrip("/")

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from patches import generate
 from tests.cases import Case
+from vime_optim.errors import VimeOptimError
 from vime_optim.simulate import bootstrap_env
 from vime_optim.tools.megatron_source import RELEASES, fetch
 from vime_optim.verify.launch import ForkLauncher
@@ -81,6 +83,21 @@ def copy_files(release: str, names: list[str], target: Path) -> Path:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(fetch(release) / name, target / name)
     return target
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_committed_are_what_the_sources_make(release: str) -> None:
+    made = generate.generated(release, fetch(release))
+    assert made
+    assert generate.committed(release) == made, "run: make patches"
+
+
+def test_edit_that_finds_no_place_is_refused() -> None:
+    before = ["    def f(self):", "        return 1", "    def g(self):", "        return 2"]
+    edit = "@@ def g\n-        return {}\n+        return 3\n"
+    assert generate.edited(before, edit.format(2), "x") == [*before[:3], "        return 3"]
+    with pytest.raises(VimeOptimError, match="finds no place"):
+        generate.edited(before, edit.format(1), "x")  # it lies above the function
 
 
 @pytest.mark.parametrize("tool", ["git", "patch"])

@@ -25,7 +25,7 @@ def folder() -> Path:
 
 def releases() -> list[str]:
     """The releases of megatron-core that have patches, oldest first."""
-    found = [path.name for path in folder().iterdir() if path.is_dir()]
+    found = {path.parent.name for path in folder().glob("*/*.patch")}
     return sorted(found, key=lambda name: tuple(map(int, name.split("."))))
 
 
