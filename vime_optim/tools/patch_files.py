@@ -14,8 +14,8 @@ _HEAD_LINE = re.compile(r"^Faults?:\s*(.+)$", re.M)
 
 
 def folder() -> Path:
-    """The patches: in an installed package beside this file, in a checkout beside the package."""
-    package = Path(__file__).resolve().parent
+    """The patches: in an installed package inside it, in a checkout beside the package."""
+    package = Path(__file__).resolve().parents[1]
     places = (package / "patches", package.parent / "patches")
     for place in places:
         if (place / "README.md").is_file():
