@@ -12,8 +12,17 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from vime_optim.errors import VerifyError
+
+Poll = Callable[[], "int | None"]
+Ended = tuple[dict[str, int], bool]
+"""The exit status by rank (as JSON has it) of those that failed, and whether the time was up."""
+
+_POLL_S = 0.005
 
 
 def import_megatron(tree: str, device: str) -> None:
@@ -32,7 +41,14 @@ def import_megatron(tree: str, device: str) -> None:
         prepare("torch")
     import megatron.core
 
-    _check_origin(Path(tree), str(megatron_file(megatron.core)))
+    found = megatron.core.__file__ or next(iter(megatron.core.__path__))
+    if not Path(found).resolve().is_relative_to(Path(tree).resolve()):
+        raise VerifyError(
+            "another megatron-core than the asked one was imported",
+            got=str(found),
+            expected=f"below {tree}",
+            next_step="look at PYTHONPATH and at what is installed in this environment",
+        )
     for name in (
         "megatron.core.dist_checkpointing",
         "megatron.core.distributed",
@@ -76,22 +92,6 @@ class WriterQueues:
             filesystem_async._results_queue = self._manager.Queue()
 
 
-def megatron_file(module: Any) -> Any:
-    return module.__file__ or next(iter(module.__path__))
-
-
-def _check_origin(expected: Path, got: str) -> None:
-    from vime_optim.errors import VerifyError
-
-    if not Path(got).resolve().is_relative_to(expected.resolve()):
-        raise VerifyError(
-            "another megatron-core than the asked one was imported",
-            got=got,
-            expected=f"below {expected}",
-            next_step="look at PYTHONPATH and at what is installed in this environment",
-        )
-
-
 def run(request: dict[str, Any], rank: int) -> int:
     """Run the request's function in an initialized process group; 0, or 1 after an error.
 
@@ -117,10 +117,38 @@ def run(request: dict[str, Any], rank: int) -> int:
             }
         }
         status = 1
-    partial = out / f"rank{rank}.json.part"
-    partial.write_text(json.dumps(answer))
-    partial.rename(out / f"rank{rank}.json")
+    write_json(out / f"rank{rank}.json", answer)
     return status
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Under its name when it is whole."""
+    partial = path.with_suffix(".json.part")
+    partial.write_text(json.dumps(value))
+    partial.rename(path)
+
+
+def wait(polls: Sequence[Poll], timeout_s: float, grace_s: float) -> Ended:
+    """Wait for all ranks, or for the first failure and `grace_s` more, or for the time-out.
+
+    Args:
+        polls: one for each rank; its exit status, or None while it runs.
+        grace_s: how long the others may still report what they saw.
+    """
+    deadline = time.monotonic() + timeout_s
+    running = dict(enumerate(polls))
+    failed: dict[str, int] = {}
+    while running and time.monotonic() < deadline:
+        for rank, poll in list(running.items()):
+            status = poll()
+            if status is not None:
+                del running[rank]
+            if status:
+                failed[str(rank)] = status
+                deadline = min(deadline, time.monotonic() + grace_s)
+        if running:
+            time.sleep(_POLL_S)
+    return failed, bool(running) and not failed
 
 
 def _init_process_group(request: dict[str, Any], rank: int) -> None:

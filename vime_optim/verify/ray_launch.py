@@ -14,19 +14,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 from vime_optim.errors import VerifyError
-from vime_optim.verify.launch import (
-    LAUNCH_TIMEOUT_S,
-    Closing,
-    _collect,
-    _request,
-    kill_session,
-    rank_environment,
-)
+from vime_optim.verify import rank as rank_module
+from vime_optim.verify.launch import Launcher, kill_session, rank_environment, start
+from vime_optim.verify.rank import Ended, Poll
 
 #: What Ray adds to its folder to name a socket: /session_DATE_TIME_MICROS_PID/sockets/plasma_store
 _SOCKET_SUFFIX_BYTES = len("/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
@@ -37,7 +31,7 @@ _GRACE_S = 180.0
 """Time that starting and stopping Ray may take on a busy machine, beside the launch itself."""
 
 
-class RayLauncher(Closing):
+class RayLauncher(Launcher):
     """See the module. `temp_dir` is where Ray's session lives; a short one is made by default."""
 
     def __init__(self, tree: Path, device: str = "cpu", temp_dir: Path | None = None) -> None:
@@ -46,44 +40,27 @@ class RayLauncher(Closing):
                 "Ray is not installed",
                 next_step="pip install 'vime-optim[ray]', or another launcher",
             )
-        self._tree = tree
-        self._device = device
+        super().__init__(tree, device)
         self._own = temp_dir is None
         self._home = temp_dir or Path(tempfile.mkdtemp(prefix="vo-", dir=_short_folder()))
         if not self._own:
             check_socket_room(self._home)
 
-    def run(
-        self,
-        target: str,
-        *,
-        world_size: int,
-        payload: dict[str, Any],
-        out: Path,
-        timeout_s: float = LAUNCH_TIMEOUT_S,
-    ) -> list[Any]:
-        """As `Launcher.run`, each time in a new Ray session."""
-        request = _request(target, world_size, payload, out, timeout_s, self._device, self._tree)
-        request["ray_home"] = str(self._home)
-        (out / "request.json").write_text(json.dumps(request))
+    def _launch(self, request: dict[str, Any]) -> Ended:
+        """Each time in a new Ray session."""
+        out = Path(request["out"])
+        (out / "request.json").write_text(json.dumps({**request, "ray_home": str(self._home)}))
         outcome = out / "ray.json"
         outcome.unlink(missing_ok=True)
-        with (out / "ray.log").open("wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "vime_optim.verify.ray_launch", str(out / "request.json")],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={
-                    **rank_environment(self._tree, self._device),
-                    "RAY_USAGE_STATS_ENABLED": "0",  # Ray reports home otherwise
-                    "RAY_raylet_start_wait_time_s": str(int(_GRACE_S)),
-                    "RAY_agent_register_timeout_ms": str(int(_GRACE_S * 1000)),
-                },
-                start_new_session=True,
-            )
+        environment = {
+            **rank_environment(self._tree, self._device),
+            "RAY_USAGE_STATS_ENABLED": "0",  # Ray reports home otherwise
+            "RAY_raylet_start_wait_time_s": str(int(_GRACE_S)),
+            "RAY_agent_register_timeout_ms": str(int(_GRACE_S * 1000)),
+        }
+        process = start("ray_launch", [f"{out}/request.json"], out / "ray.log", environment)
         try:
-            process.wait(timeout_s + _GRACE_S)
+            process.wait(request["timeout_s"] + _GRACE_S)
         except subprocess.TimeoutExpired:
             pass
         finally:
@@ -95,8 +72,8 @@ class RayLauncher(Closing):
                 got="\n".join(tail) or f"exit status {process.returncode}",
                 next_step=f"the output is in {out / 'ray.log'}",
             )
-        answer = json.loads(outcome.read_text())
-        return _collect(out, world_size, answer["failed"], answer["timed_out"], timeout_s)
+        failed, timed_out = json.loads(outcome.read_text())
+        return failed, timed_out
 
     def close(self) -> None:
         """Remove the session folder that this launcher made."""
@@ -140,13 +117,11 @@ def _rank_in_actor(request: dict[str, Any], rank: int) -> int:
     with open(f"{request['out']}/rank{rank}.log", "wb") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    from vime_optim.verify import rank as rank_module
-
     rank_module.import_megatron(request["megatron"], request["device"])
     return rank_module.run(request, rank)
 
 
-def _drive(request: dict[str, Any]) -> dict[str, Any]:
+def _drive(request: dict[str, Any]) -> Ended:
     """In the driver: one actor a rank; the first failure or the timeout ends all."""
     import ray
 
@@ -168,30 +143,28 @@ def _drive(request: dict[str, Any]) -> dict[str, Any]:
 
     actor = ray.remote(num_cpus=1, num_gpus=gpus)(Rank)
     actors = [actor.remote() for _ in range(world_size)]
-    running = {a.run.remote(request, rank): rank for rank, a in enumerate(actors)}
-    failed: dict[str, int] = {}
-    deadline = time.monotonic() + request["timeout_s"]
-    while running and time.monotonic() < deadline:
-        for done in ray.wait(list(running), timeout=0.2)[0]:
-            rank = running.pop(done)
-            try:
-                status = int(ray.get(done))
-            except Exception as error:
-                print(f"rank {rank}: {error}", flush=True)
-                status = 1
-            if status:
-                failed[str(rank)] = status
-                deadline = min(deadline, time.monotonic() + 2.0)
+    polls = [_poll(ray, a.run.remote(request, rank)) for rank, a in enumerate(actors)]
+    ended = rank_module.wait(polls, request["timeout_s"], grace_s=2.0)
     ray.shutdown()
-    return {"failed": failed, "timed_out": bool(running) and not failed}
+    return ended
+
+
+def _poll(ray: Any, running: Any) -> Poll:
+    def poll() -> int | None:
+        if not ray.wait([running], timeout=0.05)[0]:
+            return None
+        try:
+            return int(ray.get(running))
+        except Exception as error:
+            print(error, flush=True)
+            return 1
+
+    return poll
 
 
 def main() -> None:
     request = json.loads(Path(sys.argv[1]).read_text())
-    answer = _drive(request)
-    partial = Path(request["out"]) / "ray.json.part"
-    partial.write_text(json.dumps(answer))
-    partial.rename(Path(request["out"]) / "ray.json")
+    rank_module.write_json(Path(request["out"]) / "ray.json", _drive(request))
 
 
 if __name__ == "__main__":
