@@ -23,6 +23,7 @@ from vime_optim.commit import task
 from vime_optim.files import archive, fastfile
 from vime_optim.files.window import HostWindow
 from vime_optim.optimizer.update_order import UpdateOrder
+from vime_optim.tools.bits import same_bits
 
 DTYPES = [
     torch.float32,
@@ -37,11 +38,6 @@ DTYPES = [
     torch.uint16,
     torch.float8_e4m3fn,
 ]
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    parts = [x.detach().contiguous().reshape(-1).view(torch.uint8) for x in (a, b)]
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(*parts)
 
 
 def read(path: Path, extent: fastfile.Extent) -> torch.Tensor:

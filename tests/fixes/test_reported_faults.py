@@ -13,7 +13,7 @@ from tests.cases import Case
 from tests.conftest import LauncherPool
 from vime_optim.errors import VerifyError
 from vime_optim.tools.megatron_source import RELEASES
-from vime_optim.verify.runner import CaseRun, Outcome, record_error
+from vime_optim.verify.runner import CaseRun, Outcome
 
 Run = Callable[[Case], Outcome]
 
@@ -181,7 +181,7 @@ def test_a_file_of_stock_is_loaded_right_or_refused(
     try:
         resumed.load(case.num_steps)
     except VerifyError as error:
-        record_error(resumed.outcome, "load", error)
+        resumed.record(error)
     outcome = resumed.outcome
     if answer == "exact":
         assert outcome.exact, "\n".join([outcome.summary(), *outcome.differences[:20]])

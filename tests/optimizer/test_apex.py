@@ -30,6 +30,7 @@ from vime_optim.optimizer.steps import read_step, steps_as_numbers, write_step
 from vime_optim.simulate import device
 from vime_optim.simulate import fused_adam as te
 from vime_optim.simulate.megatron import hide_modules, show_modules
+from vime_optim.tools.bits import same_bits
 from vime_optim.verify.compare import compare, load_state
 
 
@@ -169,8 +170,8 @@ def test_state_that_exists_stays_as_it_is(kind: Any) -> None:
     before = copy.deepcopy([optimizer.state[first], [p.detach() for p in params(optimizer)]])
     _ensure(optimizer, None, None)
     after = [optimizer.state[first], [p.detach() for p in params(optimizer)]]
-    assert all(torch.equal(after[0][name], value) for name, value in before[0].items())
-    assert all(torch.equal(a, b) for a, b in zip(after[1], before[1], strict=True))
+    assert all(same_bits(after[0][name], value) for name, value in before[0].items())
+    assert all(same_bits(a, b) for a, b in zip(after[1], before[1], strict=True))
     assert [int(g["step"]) for g in optimizer.param_groups if "step" in g] == [1, 1]
     assert not any(optimizer.state[p]["exp_avg"].count_nonzero() for p in (second, third))
 
@@ -178,11 +179,11 @@ def test_state_that_exists_stays_as_it_is(kind: Any) -> None:
 def assert_same(one: Any, other: Any) -> None:
     """Parameters, states, and param groups with the kinds of their values."""
     for a, b in zip(params(one), params(other), strict=True):
-        assert torch.equal(a, b)
+        assert same_bits(a, b)
         assert one.state[a].keys() == other.state[b].keys()
         for name, value in one.state[a].items():
             assert value.dtype == other.state[b][name].dtype
-            assert torch.equal(value, other.state[b][name])
+            assert same_bits(value, other.state[b][name])
     for group, expected in zip(one.param_groups, other.param_groups, strict=True):
         assert group.keys() == expected.keys()
         for key in group.keys() - {"params"}:

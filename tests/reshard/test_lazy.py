@@ -18,6 +18,7 @@ from vime_optim.files.lazy import LazyValue
 from vime_optim.optimizer.slots import RemainderSlot, ScaledSlot, Slot
 from vime_optim.simulate import device as simulated
 from vime_optim.simulate.float8 import Float8Quantizer
+from vime_optim.tools.bits import same_bits
 
 NUMEL = 1000
 
@@ -55,10 +56,6 @@ def float8() -> Slot:
 
 
 SLOTS = pytest.mark.parametrize("make", [remainder, scaled, float8])
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
 @SLOTS

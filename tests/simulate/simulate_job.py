@@ -127,13 +127,15 @@ def capture(model: Any, optimizer: Any) -> dict[str, Any]:
 def difference(wanted: dict[str, Any], got: dict[str, Any]) -> str:
     import torch
 
+    from vime_optim.tools.bits import same_bits
+
     names = sorted(wanted.keys() ^ got.keys())
     names += [
         name
         for name, value in wanted.items()
         if name in got
         and not (
-            torch.equal(value, got[name]) if isinstance(value, torch.Tensor) else value == got[name]
+            same_bits(value, got[name]) if isinstance(value, torch.Tensor) else value == got[name]
         )
     ]
     return f"differs: {len(names)} of {len(wanted)}, {names[:2]}" if names else "exact"

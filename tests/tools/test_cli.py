@@ -165,9 +165,9 @@ def test_verify_refuses_before_it_touches_anything(verify: Any, tmp_path: Path) 
 
 
 def test_verify_refuses_a_directory_in_use(verify: Any, tmp_path: Path) -> None:
-    from vime_optim.verify.job_lock import locked
+    from vime_optim.verify.directory import locked
 
-    script = "import sys, pathlib; from vime_optim.verify.job_lock import locked\n"
+    script = "import sys, pathlib; from vime_optim.verify.directory import locked\n"
     script += "with locked(pathlib.Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
     holder = subprocess.Popen(
         [sys.executable, "-c", script, str(tmp_path)],

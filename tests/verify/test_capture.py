@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from vime_optim.verify.capture import from_remainder
+from vime_optim.simulate.fused_adam import master_from_remainder
 
 
 def test_a_master_from_bf16_and_remainder_follows_transformer_engines_rule() -> None:
@@ -15,7 +15,7 @@ def test_a_master_from_bf16_and_remainder_follows_transformer_engines_rule() -> 
     high = [((value >> 16) + (value >> 15 & 1)) & 0xFFFF for value in bits]
     stored = torch.tensor([value - 0x10000 if value & 0x8000 else value for value in high])
 
-    got = from_remainder(
+    got = master_from_remainder(
         stored.to(torch.int16).view(torch.bfloat16), torch.tensor(remainder, dtype=torch.int16)
     )
 

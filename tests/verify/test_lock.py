@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from vime_optim.errors import VerifyError
-from vime_optim.verify.job_lock import LOCK_NAME, locked
+from vime_optim.verify.directory import LOCK_NAME, locked
 
-_HOLD = "import sys, pathlib; from vime_optim.verify.job_lock import locked\n"
+_HOLD = "import sys, pathlib; from vime_optim.verify.directory import locked\n"
 _HOLD += "with locked(pathlib.Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
 
 

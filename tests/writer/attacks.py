@@ -23,8 +23,9 @@ def _object(rank: int) -> Any:
 
 def attacks(root: str, names: list[str] | None = None) -> dict[str, Any]:
     """Load a copy of a good checkpoint after each change. What each rank saw, by name."""
-    from tests.writer.readback import same_bits, snapshot
+    from tests.writer.readback import snapshot
     from tests.writer.scenarios import Trainer, rank
+    from vime_optim.tools.bits import same_bits
 
     trainer = Trainer(sharding="fully_reshardable")
     plain_state = trainer.state

@@ -20,8 +20,9 @@ import psutil
 import torch
 
 from tests.writer import faults
-from tests.writer.readback import same_bits, snapshot
+from tests.writer.readback import snapshot
 from tests.writer.scenarios import TRACKER, Trainer, check, held, rank, torch_optimizers
+from vime_optim.tools.bits import same_bits
 
 
 def caught(action: Callable[[], Any]) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from tests.writer.readback import same_bits
 from tests.writer.scenarios import gathered, install_writer_fixes, rank
+from vime_optim.tools.bits import same_bits
 
 LAYERS, ROWS, COLUMNS = 4, 24, 16
 

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from tests.writer.readback import same_bits, snapshot
+from tests.writer.readback import snapshot
 from tests.writer.scenarios import Trainer, gathered, rank
+from vime_optim.tools.bits import same_bits
 
 _CORE = "megatron.core.dist_checkpointing"
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
+from vime_optim.tools.bits import same_bits
+
 Chunk = tuple[str, tuple[int, ...]]
 """Key and offsets in the whole tensor."""
 
@@ -58,11 +60,6 @@ def differences(directory: Path, expected: dict[Chunk, torch.Tensor]) -> list[st
             wrong.append(f"{name} missing")
             continue
         loaded = read_chunk(directory, there[chunk])
-        if loaded.dtype != value.dtype or not same_bits(loaded.reshape(value.shape), value):
+        if not same_bits(loaded.reshape(value.shape), value):
             wrong.append(name)
     return wrong
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    as_bytes = [x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b)]
-    return torch.equal(*as_bytes)

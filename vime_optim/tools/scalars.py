@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from vime_optim.files.stand_ins import is_inert_class
+from vime_optim.tools.bits import same_bits
 from vime_optim.tools.common import (
     GroupSource,
     optimizer_facts,
@@ -72,7 +73,7 @@ def _child(source: GroupSource) -> str:
 def same_value(x: Any, y: Any) -> bool:
     """Bitwise equality of two scalars; a whole number equals itself as int, float or tensor."""
     if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and x.numel() != 1:
-        return x.dtype == y.dtype and x.shape == y.shape and _bits(x) == _bits(y)
+        return same_bits(x, y)
     if isinstance(x, np.ndarray) or isinstance(y, np.ndarray):
         a, b = np.asarray(x), np.asarray(y)
         return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
@@ -90,10 +91,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, bool):
         return value
     return plain_step(value) if isinstance(value, torch.Tensor | int | float) else value
-
-
-def _bits(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _short(value: Any) -> str:

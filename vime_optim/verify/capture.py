@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vime_optim.simulate.fused_adam import master_from_remainder
 from vime_optim.verify.model import Job
 
 #: Values of a param group that belong to training; "step" is read where it counts, see below.
@@ -163,24 +164,12 @@ def _master(owner: Any, leaf: torch.Tensor, state: dict[str, Any]) -> torch.Tens
         # FusedAdam updates a float32 parameter itself; the master it keeps beside it is stale.
         return leaf.detach()
     if stored.dtype == torch.int16:
-        return from_remainder(leaf.detach(), stored)
+        return master_from_remainder(leaf.detach(), stored)
     scale = getattr(owner, "_scales", {}).get(leaf, {}).get("master_param")
     if scale is None:
         return stored
     decoded: torch.Tensor = stored.float() * scale
     return decoded
-
-
-def from_remainder(bf16: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """The fp32 master that Transformer Engine keeps as bf16 parameter and int16 remainder.
-
-    The remainder holds the low 16 bits; the parameter was rounded up when their top bit is set.
-    """
-    high = bf16.contiguous().view(torch.int16).to(torch.int64) - (remainder < 0).to(torch.int64)
-    low = remainder.to(torch.int64) & 0xFFFF
-    bits = ((high & 0xFFFF) << 16) | low
-    bits = torch.where(bits >= 2**31, bits - 2**32, bits)
-    return bits.to(torch.int32).view(torch.float32)
 
 
 def _pieces(job: Job, states: list[ParameterState]) -> Iterator[dict[str, Any]]:

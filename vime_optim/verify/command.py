@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from vime_optim.compat import find_megatron
 from vime_optim.errors import CheckpointError, VerifyError
-from vime_optim.tools.megatron_source import RELEASES, resolve, user_cache
+from vime_optim.tools.megatron_source import resolve, user_cache
 from vime_optim.tools.progress import activity
 from vime_optim.verify.case import ASYNC_MODES, DTYPES, OPTIMIZERS, Backend, Case, Layout
-from vime_optim.verify.directory import find_checkpoint, iteration_dir
+from vime_optim.verify.directory import Workplace, find_checkpoint, locked
 from vime_optim.verify.explain import explain
-from vime_optim.verify.job_lock import locked
 from vime_optim.verify.launch import LAUNCH_TIMEOUT_S, Launcher, RankFailure, open_launcher
-from vime_optim.verify.runner import CaseRun, Outcome, Workplace, record_error
+from vime_optim.verify.runner import CaseRun, Outcome
 
 DEFAULT_RELEASE = "0.16.1"
 DEFAULT_DIR = user_cache() / "verify"
@@ -98,7 +95,7 @@ def run_verify(args: argparse.Namespace) -> int:
     if args.phase == "load":
         case, step = _loading_case(case, place, args.ckpt_step)
     else:
-        _check_free(place)
+        place.check_own()
         step = case.num_steps if args.ckpt_step is None else args.ckpt_step
         if args.phase == "all" and step not in case.save_steps:
             raise CheckpointError(
@@ -133,7 +130,7 @@ def case_from_arguments(args: argparse.Namespace) -> Case:
         size: getattr(args, f"load_{size}") or getattr(args, size) for size in ("tp", "pp", "ep")
     }
     return Case(
-        megatron=args.megatron or installed_megatron() or DEFAULT_RELEASE,
+        megatron=args.megatron or _installed() or DEFAULT_RELEASE,
         backend=backend,
         load_backend=backend,
         layout=_layout(args.nproc, args.tp, args.pp, args.ep),
@@ -162,15 +159,10 @@ def _layout(nproc: int, tp: int, pp: int, ep: int) -> Layout:
     return Layout(dp=nproc // (tp * pp), tp=tp, pp=pp, ep=ep)
 
 
-def installed_megatron() -> str | None:
-    """The folder of an installed or importable megatron-core, without importing it."""
-    try:
-        spec = importlib.util.find_spec("megatron.core")
-    except ModuleNotFoundError:
-        return None
-    if spec is None or spec.origin is None:
-        return None
-    return str(Path(spec.origin).parents[2])
+def _installed() -> str | None:
+    """The folder of the megatron-core that `import` would take."""
+    found = find_megatron()
+    return None if found is None else str(found.root)
 
 
 def _loading_case(case: Case, place: Workplace, step: int | None) -> tuple[Case, int]:
@@ -197,22 +189,23 @@ def _loading_case(case: Case, place: Workplace, step: int | None) -> tuple[Case,
     )
 
 
-def _check_free(place: Workplace) -> None:
-    """Only a checkpoint directory of verify's own may be written over."""
-    if any(place.directory.glob("iter_*")) and not place.case_file.is_file():
-        raise VerifyError(
-            "the directory holds checkpoints that verify did not write",
-            where=str(place.directory),
-            next_step="choose an empty or new --dir",
-        )
-
-
 def _run_phases(args: argparse.Namespace, case: Case, place: Workplace, step: int) -> Outcome:
     with (
         activity("importing megatron-core", not args.json) as tell,
         _launcher(case.megatron, args.device, args.launcher) as launcher,
     ):
-        return _phases(launcher, args, case, place, step, tell)
+        run = CaseRun(launcher, case, place.directory, args.timeout, tell)
+        try:
+            if args.phase != "load":
+                place.clear()
+                run.save(separate_continuous=True)
+            if args.phase != "save":
+                run.load(step)
+        except RankFailure as failure:
+            if failure.error_type in _REFUSALS:
+                raise VerifyError(failure.message) from None
+            run.record(failure)
+        return run.outcome
 
 
 def _launcher(megatron: str, device: str, kind: str) -> Launcher:
@@ -221,37 +214,6 @@ def _launcher(megatron: str, device: str, kind: str) -> Launcher:
     from vime_optim.verify.ray_launch import RayLauncher
 
     return RayLauncher(resolve(megatron), device)
-
-
-def _phases(
-    launcher: Launcher,
-    args: argparse.Namespace,
-    case: Case,
-    place: Workplace,
-    step: int,
-    tell: Callable[[str], None],
-) -> Outcome:
-    run = CaseRun(launcher, case, place.directory, args.timeout, tell)
-    phase = "save"
-    try:
-        if args.phase != "load":
-            _clear(place)
-            run.save(separate_continuous=True)
-        phase = "load"
-        if args.phase != "save":
-            run.load(step)
-    except RankFailure as failure:
-        if failure.error_type in _REFUSALS:
-            raise VerifyError(failure.message) from None
-        record_error(run.outcome, phase, failure)
-    return run.outcome
-
-
-def _clear(place: Workplace) -> None:
-    """Remove what an earlier verify job left here."""
-    for path in (*place.directory.glob("iter_*"), place.directory / "verify"):
-        shutil.rmtree(path, ignore_errors=True)
-    (place.directory / "latest_checkpointed_iteration.txt").unlink(missing_ok=True)
 
 
 def _report(outcome: Outcome, args: argparse.Namespace) -> None:
@@ -310,14 +272,3 @@ def _verdict(outcome: Outcome, phase: str) -> str:
         return "CKPT verify: save succeeded." if phase == "save" else OK_LINE
     what = "stock megatron-core" if not outcome.case.install else "with vime_optim"
     return f"CKPT verify FAILED ({what}): {outcome.summary()}"
-
-
-__all__ = [
-    "DEFAULT_DIR",
-    "OK_LINE",
-    "RELEASES",
-    "add_verify_arguments",
-    "case_from_arguments",
-    "iteration_dir",
-    "run_verify",
-]

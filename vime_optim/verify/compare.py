@@ -1,8 +1,7 @@
 """Bit-exact comparison of captured training states.
 
 The captures of all ranks are put together by name into global tensors, so that runs with other
-data, tensor, pipeline or expert parallel sizes can be compared. Values are compared as integers:
-two NaN of the same bits are equal, 0.0 and -0.0 are not.
+data, tensor, pipeline or expert parallel sizes can be compared, bit by bit.
 """
 
 from __future__ import annotations
@@ -15,11 +14,10 @@ from typing import Any
 import torch
 
 from vime_optim.errors import VerifyError
+from vime_optim.tools.bits import bits
 
 REPLICAS_DISAGREE = "replicas disagree"
 """In a difference: copies of one value, on several ranks of one run, are not the same."""
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -157,13 +155,6 @@ def _write(
         state.conflicts.append(Difference(*key, what, count, target.numel()))
     target[where] = values
     seen[where] = True
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's elements as integers of the same width."""
-    if tensor.dtype == torch.bool:
-        return tensor.to(torch.uint8)
-    return tensor.contiguous().view(_INTEGERS[tensor.element_size()])
 
 
 def compare(

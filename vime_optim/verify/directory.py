@@ -1,16 +1,84 @@
-"""Megatron's layout of a checkpoint directory.
+"""The directory of a verify job: checkpoints in Megatron's layout, and what verify adds.
 
 DIR/iter_0000003/                         one checkpoint
 DIR/latest_checkpointed_iteration.txt     the newest one that is whole
+DIR/verify/                               the case, captured states, output of the ranks
+DIR/.vime-verify.lock                     held by the one job that works here
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from vime_optim.errors import CheckpointError
+from vime_optim.errors import CheckpointError, VerifyError
 
 TRACKER = "latest_checkpointed_iteration.txt"
+LOCK_NAME = ".vime-verify.lock"
+
+
+@dataclass(frozen=True)
+class Workplace:
+    directory: Path
+
+    @property
+    def captures(self) -> Path:
+        return self.directory / "verify" / "captures"
+
+    @property
+    def logs(self) -> Path:
+        return self.directory / "verify" / "logs"
+
+    @property
+    def case_file(self) -> Path:
+        return self.directory / "verify" / "case.json"
+
+    def check_own(self) -> None:
+        """Only a checkpoint directory of verify's own may be written over.
+
+        Raises:
+            VerifyError: it holds checkpoints of somebody else.
+        """
+        if any(self.directory.glob("iter_*")) and not self.case_file.is_file():
+            raise VerifyError(
+                "the directory holds checkpoints that verify did not write",
+                where=str(self.directory),
+                next_step="choose an empty or new --dir",
+            )
+
+    def clear(self) -> None:
+        for path in (*self.directory.glob("iter_*"), self.directory / "verify"):
+            shutil.rmtree(path, ignore_errors=True)
+        (self.directory / TRACKER).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Hold the directory for this process; ends with the process, however it ends.
+
+    Raises:
+        VerifyError: another process holds it.
+    """
+    with (directory / LOCK_NAME).open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise VerifyError(
+                "another verify job works in this directory",
+                where=str(directory),
+                got=f"{LOCK_NAME} held by process {lock.read().strip() or '(unknown)'}",
+                next_step="wait for it to end, or choose another --dir",
+            ) from None
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield
 
 
 def iteration_dir(directory: Path, iteration: int) -> Path:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vime_optim.errors import VerifyError
 from vime_optim.verify.case import Case
+from vime_optim.verify.directory import Workplace
 from vime_optim.verify.launch import LAUNCH_TIMEOUT_S, Launcher, RankFailure, TemplateError
 
 if TYPE_CHECKING:
@@ -103,25 +104,6 @@ class Outcome:
         }
 
 
-@dataclass(frozen=True)
-class Workplace:
-    """Folders of one case: checkpoints in Megatron's layout, and what verify adds beside them."""
-
-    directory: Path
-
-    @property
-    def captures(self) -> Path:
-        return self.directory / "verify" / "captures"
-
-    @property
-    def logs(self) -> Path:
-        return self.directory / "verify" / "logs"
-
-    @property
-    def case_file(self) -> Path:
-        return self.directory / "verify" / "case.json"
-
-
 class CaseRun:
     """The phases of one case on one launcher; each fills in the outcome."""
 
@@ -139,6 +121,7 @@ class CaseRun:
         self.outcome = Outcome(case)
         self._launcher = launcher
         self._timeout_s = timeout_s
+        self._side = "save"
 
     def phase(self, name: str, step: int | None = None) -> list[dict[str, Any]]:
         """Run one function of job.py on all ranks of its side's layout."""
@@ -165,6 +148,7 @@ class CaseRun:
 
     def save(self, *, separate_continuous: bool) -> None:
         """Train and save; with `separate_continuous` also train in a run that never saves."""
+        self._side = "save"
         self.place.case_file.parent.mkdir(parents=True, exist_ok=True)
         self.place.case_file.write_text(json.dumps(self.case.to_dict(), indent=2))
         self.phase("save")
@@ -174,6 +158,7 @@ class CaseRun:
 
     def load(self, step: int) -> None:
         """Load in fresh ranks, train on, and compare with what the first run did."""
+        self._side = "load"
         results = self.phase("resume", step)
         self.outcome.facts.update(_facts(results))
         case = self.case
@@ -187,6 +172,17 @@ class CaseRun:
         elif case.more_steps:
             self.phase("reference", step)
             self._compare("resumed", "reference", "resumed")
+
+    def record(self, error: VerifyError) -> None:
+        """Put the failure of a save or a load into the outcome."""
+        outcome = self.outcome
+        outcome.failed_in = self._side
+        if isinstance(error, RankFailure):
+            plain = _ESCAPES.sub("", error.message).strip()  # torch prints some of them in bold
+            outcome.error, outcome.error_type = plain or error.what, error.error_type
+            outcome.traceback = error.traceback
+        else:
+            outcome.error, outcome.error_type = str(error), type(error).__name__
 
     def _load_skip(self) -> set[str]:
         """What a load does not restore: gradients, and of another layout or optimizer some more."""
@@ -270,27 +266,14 @@ def run_case(
     timeout_s: float = LAUNCH_TIMEOUT_S,
 ) -> Outcome:
     """Save, load in fresh ranks, compare. Failures of the job end up in the outcome."""
-    started = time.monotonic()
+    began_s = time.monotonic()
     run = CaseRun(launcher, case, directory, timeout_s)
-    phase = "save"
     try:
         run.save(separate_continuous=separate_continuous)
-        phase = "load"
         run.load(case.num_steps if step is None else step)
     except TemplateError:
         raise
     except VerifyError as error:
-        record_error(run.outcome, phase, error)
-    run.outcome.seconds = time.monotonic() - started
+        run.record(error)
+    run.outcome.seconds = time.monotonic() - began_s
     return run.outcome
-
-
-def record_error(outcome: Outcome, phase: str, error: VerifyError) -> None:
-    """Put the failure of a phase into the outcome."""
-    outcome.failed_in = phase
-    if isinstance(error, RankFailure):
-        plain = _ESCAPES.sub("", error.message).strip()  # torch prints some of its errors in bold
-        outcome.error, outcome.error_type = plain or error.what, error.error_type
-        outcome.traceback = error.traceback
-    else:
-        outcome.error, outcome.error_type = str(error), type(error).__name__

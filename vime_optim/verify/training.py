@@ -107,68 +107,41 @@ def _set_arguments(job: Job, directory: Path, iteration: int | None) -> argparse
 
 
 #: Megatron's own defaults, for what save_checkpoint and load_checkpoint read.
+_ON = """use_distributed_optimizer use_dist_ckpt exit_on_missing_checkpoint ckpt_fully_parallel_save
+    ckpt_load_validate_sharding_integrity bf16"""
+_OFF = """add_position_embedding fp16 auto_detect_ckpt_format finetune no_load_rng no_save_rng
+    no_save_optim load_main_params_from_ckpt ckpt_convert_update_legacy_dist_opt_format
+    ckpt_assume_constant_structure ckpt_fully_parallel_load
+    distrib_optim_fully_reshardable_mem_efficient stream_ckpt_dequant verify_integrity enable_msc
+    async_save use_persistent_ckpt_worker log_progress data_parallel_random_init enable_ft_package
+    use_megatron_fsdp use_torch_fsdp2 one_logger_async"""
+_NONE = """vocab_file virtual_pipeline_model_parallel_size pretrained_checkpoint
+    override_ckpt_iteration ckpt_convert_format non_persistent_save_interval
+    non_persistent_ckpt_type non_persistent_global_ckpt_dir phase_transition_iterations
+    export_kd_teacher_load export_kd_teacher_ckpt_format save_retain_interval dataloader_save"""
 _FIXED_ARGUMENTS: dict[str, Any] = {
+    **dict.fromkeys(_ON.split(), True),
+    **dict.fromkeys(_OFF.split(), False),
+    **dict.fromkeys(_NONE.split()),
     "rank": 0,
     "num_layers": sizes.NUM_LAYERS,
     "hidden_size": sizes.HIDDEN_SIZE,
     "num_attention_heads": sizes.NUM_HEADS,
     "global_batch_size": sizes.GLOBAL_BATCH_SIZE,
     "padded_vocab_size": sizes.VOCAB_SIZE,
-    "add_position_embedding": False,
     "max_position_embeddings": sizes.SEQUENCE_LENGTH,
-    "vocab_file": None,
     "tokenizer_type": "NullTokenizer",
-    "virtual_pipeline_model_parallel_size": None,
-    "bf16": True,
-    "fp16": False,
     "optimizer": "adam",
-    "use_distributed_optimizer": True,
-    "use_dist_ckpt": True,
     "ckpt_format": "torch_dist",
-    "auto_detect_ckpt_format": False,
-    "pretrained_checkpoint": None,
-    "finetune": False,
-    "no_load_rng": False,
-    "no_save_rng": False,
-    "no_save_optim": False,
-    "load_main_params_from_ckpt": False,
-    "exit_on_missing_checkpoint": True,
-    "override_ckpt_iteration": None,
-    "ckpt_convert_format": None,
-    "ckpt_convert_update_legacy_dist_opt_format": False,
-    "ckpt_assume_constant_structure": False,
-    "ckpt_fully_parallel_save": True,
     "ckpt_fully_parallel_save_process_group": "dp",
-    "ckpt_fully_parallel_load": False,
     "ckpt_fully_parallel_load_exchange_algo": "broadcast",
     "ckpt_fully_parallel_load_process_group": "dp",
-    "ckpt_load_validate_sharding_integrity": True,
     "dist_ckpt_strictness": "assume_ok_unexpected",
     "dist_ckpt_workers": 1,
-    "distrib_optim_fully_reshardable_mem_efficient": False,
-    "stream_ckpt_dequant": False,
-    "verify_integrity": False,
-    "enable_msc": False,
-    "async_save": False,
     "async_strategy": "mcore",
     "async_ckpt_cpu_priority": 10,
     "async_ckpt_io_priority": 3,
-    "use_persistent_ckpt_worker": False,
-    "non_persistent_save_interval": None,
-    "non_persistent_ckpt_type": None,
-    "non_persistent_global_ckpt_dir": None,
     "non_persistent_local_ckpt_algo": "fully_parallel",
-    "log_progress": False,
-    "data_parallel_random_init": False,
-    "phase_transition_iterations": None,
     "skipped_train_samples": 0,
     "consumed_valid_samples": 0,
-    "export_kd_teacher_load": None,
-    "export_kd_teacher_ckpt_format": None,
-    "enable_ft_package": False,
-    "save_retain_interval": None,
-    "use_megatron_fsdp": False,
-    "use_torch_fsdp2": False,
-    "dataloader_save": None,
-    "one_logger_async": False,
 }

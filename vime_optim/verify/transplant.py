@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from vime_optim.simulate.fused_adam import split_master
 from vime_optim.verify.capture import (
     ParameterState,
     parameter_places,
@@ -67,19 +68,13 @@ def _write_remainder(leaf: torch.Tensor, stored: torch.Tensor, value: torch.Tens
 
     Where the parameter was rounded half to even and lies below a tie, see round_tied_masters.
     """
-    above = _rounded_up(value)
-    tied = round_tied_masters(value).view(torch.int32) != value.view(torch.int32)
-    below = tied.to(leaf.device) & (leaf.view(torch.int16) == (above - 1).to(leaf.device))
-    master = torch.where(below.cpu(), round_tied_masters(value), value)
-    low = master.view(torch.int32) & 0xFFFF
-    stored.copy_(torch.where(low >= 0x8000, low - 0x10000, low).to(torch.int16))
-    leaf.copy_(_rounded_up(master).view(torch.bfloat16))
-
-
-def _rounded_up(master: torch.Tensor) -> torch.Tensor:
-    """Bits (int16) of float32 values rounded to bf16, half away from zero."""
-    as_bits = master.view(torch.int32).to(torch.int64)
-    return (((as_bits >> 16) + ((as_bits >> 15) & 1)) & 0xFFFF).to(torch.int32).to(torch.int16)
+    even = round_tied_masters(value)
+    tied = even.view(torch.int32) != value.view(torch.int32)
+    just_below = split_master(value)[0].view(torch.int16) - 1
+    below = tied & (leaf.view(torch.int16).cpu() == just_below)
+    param, remainder = split_master(torch.where(below, even, value))
+    stored.copy_(remainder)
+    leaf.copy_(param)
 
 
 def _write_moment(own: ParameterState, kind: str, value: torch.Tensor) -> None:
