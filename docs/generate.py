@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 from dataclasses import fields
@@ -89,7 +90,21 @@ def fault_index() -> str:
             if f["group"] == group
         ]
         lines.append("")
-    return "\n".join(lines)
+    lines += [
+        "## Where each is mended",
+        "",
+        "| id | `vime_optim/fixes/` | patch |",
+        "|---|---|---|",
+    ]
+    for fault in faults():
+        modules = ", ".join(f"`{fix.replace('-', '_')}.py`" for fix in fault["fixes"])
+        lines.append(f"| {fault['id']} | {modules} | {fault.get('patch', '')} |")
+    return "\n".join([*lines, ""])
+
+
+def causes() -> str:
+    """What a failed case is explained with, as data of the package."""
+    return json.dumps({f["id"]: f["cause"] for f in faults()}, indent=1) + "\n"
 
 
 def navigation(text: str) -> str:
@@ -202,6 +217,7 @@ def pages() -> dict[str, str]:
         **made,
         **{f"images/{path.stem}_dark.svg": dark_drawing(path) for path in drawings()},
         "faults/index.md": fault_index(),
+        "../vime_optim/verify/causes.json": causes(),
         "settings.md": settings_page(),
         "cli.md": cli_page(),
         "patches.md": patches_page(),

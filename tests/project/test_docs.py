@@ -168,8 +168,9 @@ def test_faults_name_fixes_and_patches_that_exist() -> None:
 def test_every_fault_of_a_fix_has_a_page_that_names_it() -> None:
     pages = {fault["id"]: fault for fault in generate.faults()}
     for fix in FIXES:
+        assert (ROOT / "vime_optim" / "fixes" / f"{fix.id.replace('-', '_')}.py").is_file()
         for fault in fix.faults:
-            assert fault in pages
+            assert fix.id in pages[fault]["fixes"], fault
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "docs" / "images").glob("*.svg")))

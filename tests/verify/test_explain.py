@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.cases import Case
+from vime_optim.verify import explain as explaining
 from vime_optim.verify.compare import REPLICAS_DISAGREE
 from vime_optim.verify.explain import explain, faults
 from vime_optim.verify.runner import Outcome, Stage
@@ -32,6 +33,15 @@ def test_tied_copies_on_two_halves_are_no_shifted_checkpoint() -> None:
         (words, "master a: 3 of 5 elements differ"),
     ):
         assert faults(_outcome(other, difference)) == ["shifted"]
+
+
+@pytest.mark.parametrize(("fault", "kind", "part"), explaining._ERRORS)
+def test_every_error_has_its_cause(fault: str, kind: str, part: str) -> None:
+    outcome = _outcome("0.16.1,torch,dp=2", "x")
+    outcome.error, outcome.error_type = f"{kind}: {part}", kind
+    (line,) = explain(outcome)
+    assert line.startswith(f"{fault}: ")
+    assert len(line) > 40
 
 
 @pytest.mark.matrix

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 from vime_optim.verify.compare import REPLICAS_DISAGREE
 from vime_optim.verify.runner import Outcome
 
@@ -19,31 +22,23 @@ _ERRORS = (
     ("F29", "AssertionError", "steps: [tensor("),
 )
 
+#: Causes by fault id, which docs/generate.py takes from docs/faults.yml.
+_CAUSES = Path(__file__).with_name("causes.json")
+
+#: What is no entry of docs/faults.yml.
 _TEXTS = {
-    "F1": "torch Adam's 0-dim `step` lies among the bucket tensors and fails a shape check",
-    "F2": "`step` went into the common state as a list of rank 0's length, no use to others",
-    "F3": "the load puts the template's step back over the restored one; bias correction is wrong",
-    "F4": "FusedAdam's step stays frozen at the checkpoint's",
-    "F5": "the load looks native fp32 parameters up among fp32 copies that they do not have",
-    "F6": "the padding marker of a bucket is handed to FusedAdam as if it were a state",
-    "F7": "the int16 remainder of a master is stored as float32 and handed back as float32",
-    "F8": "a fresh torch Adam has no steps yet, and the load asks for exactly one",
-    "F9": "optimizer classes are in common.pt, which torch refuses to load with weights_only",
-    "F16": "the default sharding type is one that no release can save any more",
-    "F22": "a bucket without parameters on one rank cannot be saved",
-    "F29": "the steps of capturable groups are tensors, and equal ones are not the same to a set",
     "shifted": "with several padded buckets fully_reshardable cuts parameters at padded offsets"
     " out of an unpadded tensor, so what it stores is shifted",
     "tied halves": "one stage updates its copy of the tied embedding on the host and another on the"
     " device, which round differently: the copies drift apart in the first run too"
     " (--offload-fraction 1.0 keeps them equal)",
-    "F12": "the optimizer keeps its own copies of the weights and never takes the loaded ones",
 }
 
 
 def explain(outcome: Outcome) -> list[str]:
-    """Lines such as "F9: optimizer classes are in common.pt, ..."; may be empty."""
-    return [f"{fault}: {_TEXTS[fault]}" for fault in faults(outcome)]
+    """Lines such as "F9: Optimizer classes lie in the common state ..."; may be empty."""
+    texts = _TEXTS | json.loads(_CAUSES.read_text(encoding="utf-8"))
+    return [f"{fault}: {texts[fault]}" for fault in faults(outcome)]
 
 
 def faults(outcome: Outcome) -> list[str]:
