@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -31,6 +32,14 @@ COMMANDS = {
 _SIGPIPE_STATUS = 141
 """What a shell reports of a program that a closed pipe ended."""
 
+#: The modules that hold `add_COMMAND_arguments` and `run_COMMAND`.
+_OWN_COMMANDS = {
+    "verify": "vime_optim.verify.command",
+    "plan": "vime_optim.tools.estimate.command",
+    "status": "vime_optim.tools.doctor",
+    "doctor": "vime_optim.tools.doctor",
+    "patches": "vime_optim.tools.patch_files",
+}
 _CHECKPOINT_COMMANDS = ("inspect", "check", "diff", "repair", "export", "import")
 
 
@@ -64,97 +73,19 @@ def build_parser(command: str | None) -> tuple[argparse.ArgumentParser, dict[str
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     runners: dict[str, Run] = {}
     if command in _CHECKPOINT_COMMANDS:
-        from vime_optim.tools import commands as checkpoint_cli
+        from vime_optim.tools import commands
 
-        checkpoint_cli.add_arguments(subparsers)
-        runners.update(dict.fromkeys(_CHECKPOINT_COMMANDS, checkpoint_cli.run))
+        commands.add_arguments(subparsers)
+        runners.update(dict.fromkeys(_CHECKPOINT_COMMANDS, commands.run))
     for name, text in COMMANDS.items():
         if name in subparsers.choices:
             continue
         subparser = subparsers.add_parser(name, help=text, description=text)
         if name == command and name in _OWN_COMMANDS:
-            runners[name] = _OWN_COMMANDS[name](subparser)
+            module = importlib.import_module(_OWN_COMMANDS[name])
+            getattr(module, f"add_{name}_arguments")(subparser)
+            runners[name] = getattr(module, f"run_{name}")
     return parser, runners
-
-
-def _verify(parser: argparse.ArgumentParser) -> Run:
-    from vime_optim.verify.command import add_verify_arguments, run_verify
-
-    add_verify_arguments(parser)
-    return run_verify
-
-
-def _plan(parser: argparse.ArgumentParser) -> Run:
-    from vime_optim.tools.estimate.command import add_plan_arguments, run_plan
-
-    add_plan_arguments(parser)
-    return run_plan
-
-
-def _status(parser: argparse.ArgumentParser) -> Run:
-    parser.add_argument("--json", action="store_true", help="as one JSON object")
-    parser.add_argument("--megatron", help="path or release (default: the installed one)")
-    return _run_status
-
-
-def _run_status(args: argparse.Namespace) -> int:
-    import json
-    import warnings
-
-    import vime_optim
-    from vime_optim.compat import find_megatron
-    from vime_optim.installer import import_targets
-
-    if args.megatron is not None:
-        from vime_optim.tools.megatron_source import resolve
-
-        sys.path.insert(0, str(resolve(args.megatron)))
-    found = find_megatron() is not None
-    if found:
-        import torch
-
-        from vime_optim.simulate.bootstrap import without_gpu
-
-        if not torch.cuda.is_available():
-            os.environ.update(without_gpu(os.environ))
-        vime_optim.install()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron's, about what is not installed
-        failed = import_targets() if found else {}
-    report = vime_optim.status()
-    print(json.dumps(report.to_dict(), indent=2, default=str) if args.json else report)
-    for module, error in failed.items():
-        print(f"{module} cannot be imported: {error}", file=sys.stderr)
-    if not found:
-        print(
-            "vime-optim status: megatron-core is not found. Put it on sys.path (a wheel, or"
-            " PYTHONPATH to a checkout), or look at another one with --megatron.",
-            file=sys.stderr,
-        )
-    return 0 if found and not failed else 1
-
-
-def _doctor(parser: argparse.ArgumentParser) -> Run:
-    from vime_optim.tools.doctor import add_doctor_arguments, run_doctor
-
-    add_doctor_arguments(parser)
-    return run_doctor
-
-
-def _patches(parser: argparse.ArgumentParser) -> Run:
-    from vime_optim.tools.patch_files import add_patches_arguments, run_patches
-
-    add_patches_arguments(parser)
-    return run_patches
-
-
-_OWN_COMMANDS: dict[str, Callable[[argparse.ArgumentParser], Run]] = {
-    "verify": _verify,
-    "plan": _plan,
-    "status": _status,
-    "doctor": _doctor,
-    "patches": _patches,
-}
 
 
 if __name__ == "__main__":

@@ -16,33 +16,20 @@ from vime_optim.errors import SettingsError
 PREFIX = "VIME_OPTIM_"
 
 #: Variables of that prefix that are no settings of install(): tools, tests and ranks read them.
-OTHER_VARIABLES = frozenset(
-    PREFIX + name
-    for name in (
-        "BENCH_RATE_FILE",
-        "CACHE_DIR",
-        "MATRIX_RESULTS",
-        "MEGATRON_DIR",
-        "MEGATRON_TREES",
-        "REPOSITORY",
-        "REQUIRE",
-        "SIMULATE",
-    )
-)
+_OTHERS = "BENCH_RATE_FILE CACHE_DIR MATRIX_RESULTS MEGATRON_DIR MEGATRON_TREES REPOSITORY REQUIRE"
+OTHER_VARIABLES = frozenset(PREFIX + name for name in [*_OTHERS.split(), "SIMULATE"])
 #: And all that begin so.
 OTHER_PREFIXES = (PREFIX + "TEST_", PREFIX + "GPU_")
 
-_TRUE = {"1", "true", "yes", "on"}
-_FALSE = {"0", "false", "no", "off", ""}
+_WORDS = {"1": True, "true": True, "yes": True, "on": True}
+_WORDS |= {"0": False, "false": False, "no": False, "off": False, "": False}
 
 
 def _flag(text: str) -> bool:
-    lowered = text.strip().lower()
-    if lowered in _TRUE:
-        return True
-    if lowered in _FALSE:
-        return False
-    raise ValueError("one of 1/0, true/false, yes/no, on/off")
+    try:
+        return _WORDS[text.strip().lower()]
+    except KeyError:
+        raise ValueError("one of 1/0, true/false, yes/no, on/off") from None
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -72,8 +59,8 @@ def _choice(*allowed: str) -> Callable[[str], str]:
     return parse
 
 
-def _setting(env: str, parse: Callable[[str], Any], default: Any, doc: str) -> Any:
-    return field(default=default, metadata={"env": env, "parse": parse, "doc": doc})
+def _setting(name: str, parse: Callable[[str], Any], default: Any, doc: str) -> Any:
+    return field(default=default, metadata={"env": PREFIX + name, "parse": parse, "doc": doc})
 
 
 @dataclass(frozen=True)
@@ -81,49 +68,47 @@ class Settings:
     """Values in force. Build with `Settings.load`."""
 
     skip: tuple[str, ...] = _setting(
-        "VIME_OPTIM_SKIP", _names, (), "comma-separated fix or fault ids that stay off"
+        "SKIP", _names, (), "comma-separated fix or fault ids that stay off"
     )
     only: tuple[str, ...] = _setting(
-        "VIME_OPTIM_ONLY", _names, (), "comma-separated fix or fault ids; all others stay off"
+        "ONLY", _names, (), "comma-separated fix or fault ids; all others stay off"
     )
-    strict: bool = _setting(
-        "VIME_OPTIM_STRICT", _flag, False, "raise when a fix's target is not understood"
-    )
+    strict: bool = _setting("STRICT", _flag, False, "raise when a fix's target is not understood")
     sharding: str = _setting(
-        "VIME_OPTIM_SHARDING",
+        "SHARDING",
         _choice("enforce", "error", "off"),
         "enforce",
         "what to do when a save with PAO and CPU offload asks for another type than"
         " fully_reshardable: enforce | error | off",
     )
     verify: bool = _setting(
-        "VIME_OPTIM_VERIFY",
+        "VERIFY",
         _flag,
         False,
         "compare every byte with its digest before a load, which reads the files once more (the"
         " ranks share it, 1.25 times the load itself); without a manifest the load is refused",
     )
     async_mode: str = _setting(
-        "VIME_OPTIM_ASYNC",
+        "ASYNC",
         _choice("guard", "stage", "off"),
         "guard",
         "how an async save stays exact: guard (an update copies, or waits for, what it changes)"
         " | stage (all is copied at the call) | off (Megatron's own writers)",
     )
     stage_bytes: int = _setting(
-        "VIME_OPTIM_STAGE_BYTES",
+        "STAGE_BYTES",
         _count,
         8 << 30,
         "host memory, in bytes, that copies for the async saves of one rank may use",
     )
     writer_timeout_s: float = _setting(
-        "VIME_OPTIM_WRITER_TIMEOUT_S",
+        "WRITER_TIMEOUT_S",
         _seconds,
         600.0,
         "seconds in which the writers of a save get nothing done before it is given up",
     )
     verbose: bool = _setting(
-        "VIME_OPTIM_VERBOSE",
+        "VERBOSE",
         _flag,
         False,
         "rank 0 says on stderr what install() did, also where no logging is set up",
@@ -151,7 +136,7 @@ class Settings:
         for name, spec in known.items():
             text = env.get(spec.metadata["env"])
             if arguments.get(name) is not None:
-                values[name] = _from_argument(spec.metadata, name, arguments[name])
+                values[name] = _parse(spec.metadata, name, arguments[name])
             elif text is not None:
                 values[name] = _parse(spec.metadata, spec.metadata["env"], text)
         return replace(cls(), **values)
@@ -186,25 +171,19 @@ def _refuse_misspelt(environ: Mapping[str, str]) -> None:
         )
 
 
-def _parse(meta: Mapping[str, Any], where: str, text: str) -> Any:
+def _parse(meta: Mapping[str, Any], where: str, value: Any) -> Any:
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return tuple(str(item) for item in value)
     try:
-        return meta["parse"](text)
+        return meta["parse"](str(value))
     except ValueError as error:
         raise SettingsError(
             "a setting has a value that cannot be read",
             where=where,
-            got=repr(text),
+            got=repr(str(value)),
             expected=str(error),
             next_step=f"unset {where} or give it a valid value",
         ) from None
-
-
-def _from_argument(meta: Mapping[str, Any], name: str, value: Any) -> Any:
-    if isinstance(value, str):
-        return _parse(meta, name, value)
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return tuple(str(item) for item in value)
-    return _parse(meta, name, str(value))
 
 
 _current = Settings()

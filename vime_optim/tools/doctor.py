@@ -1,4 +1,4 @@
-"""`vime-optim doctor`: what was found on this machine and what to do, fit for a bug report."""
+"""`vime-optim doctor` and `status`: what is on this machine, what to do, and the fixes in force."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import platform
 import shutil
 import subprocess
 import sys
+import warnings
 from collections import Counter
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import vime_optim
 from vime_optim import __version__, compat
 from vime_optim.errors import SettingsError
 from vime_optim.settings import Settings
@@ -36,8 +38,7 @@ import vime_optim
 from vime_optim.installer import import_targets
 vime_optim.install(strict=False)
 failed = import_targets()
-rows = [r for r in vime_optim.status().to_dict()["rows"]]
-print("\\n" + json.dumps({"rows": rows, "failed": failed}))
+print("\\n" + json.dumps({"rows": vime_optim.status().to_dict()["rows"], "failed": failed}))
 """
 
 
@@ -254,12 +255,47 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--megatron", help="path or release (default: the one that import takes)")
 
 
+add_status_arguments = add_doctor_arguments
+
+
 def run_doctor(args: argparse.Namespace) -> int:
     """0 when nothing is to be done, else 1."""
-    if args.megatron is not None:
-        from vime_optim.tools.megatron_source import resolve
-
-        sys.path.insert(0, str(resolve(args.megatron)))
+    _look_at(args.megatron)
     found = examine()
     print(json.dumps(found.to_dict(), indent=2) if args.json else found)
     return 1 if found.advice else 0
+
+
+def run_status(args: argparse.Namespace) -> int:
+    """Install here and show the report; 1 when a module of Megatron's could not be looked at."""
+    from vime_optim.installer import import_targets
+
+    _look_at(args.megatron)
+    found = compat.find_megatron() is not None
+    failed: dict[str, str] = {}
+    if found:
+        if not _has_gpu():
+            os.environ.update(without_gpu(os.environ))
+        vime_optim.install()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Megatron's, about what is not installed
+            failed = import_targets()
+    report = vime_optim.status()
+    print(json.dumps(report.to_dict(), indent=2, default=str) if args.json else report)
+    for module, error in failed.items():
+        print(f"{module} cannot be imported: {error}", file=sys.stderr)
+    if not found:
+        print(
+            "vime-optim status: megatron-core is not found. Put it on sys.path (a wheel, or"
+            " PYTHONPATH to a checkout), or look at another one with --megatron.",
+            file=sys.stderr,
+        )
+    return 0 if found and not failed else 1
+
+
+def _look_at(megatron: str | None) -> None:
+    """Put the megatron-core that was asked for first on the path."""
+    if megatron is not None:
+        from vime_optim.tools.megatron_source import resolve
+
+        sys.path.insert(0, str(resolve(megatron)))
