@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from vime_optim.reshard.plan import Target, is_main, pieces_of_range
+from vime_optim.reshard.plan import ParamRun, is_main, pieces_of_range
 from vime_optim.tools.estimate.buffers import ParallelLayout
 from vime_optim.tools.estimate.ranks import STATES, JobPlanner, state_key
 from vime_optim.tools.estimate.shapes import PRESETS, ModelShape, ModelSplit
@@ -100,7 +100,7 @@ def shards_of(planner: JobPlanner, layout: ParallelLayout, rank: int) -> Iterato
                         )
 
 
-def _weight(target: Target, mine: bool) -> Shard:
+def _weight(target: ParamRun, mine: bool) -> Shard:
     prepended = len(target.global_shape) - len(target.local_shape)
     return Shard(
         target.key,

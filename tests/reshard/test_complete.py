@@ -7,28 +7,28 @@ import random
 import pytest
 
 from vime_optim.reshard.complete import missing_weight
-from vime_optim.reshard.plan import Piece, SavePlan, Target, pieces_of_range
+from vime_optim.reshard.plan import ParamRun, Piece, RankPlan, pieces_of_range
 
 LAYERS, SHAPE = 4, (5, 8)
 NUMEL = SHAPE[0] * SHAPE[1]
 
 
-def plans(layers: list[int], ranks: int, replica: int = 0, key: str = "w") -> list[SavePlan]:
+def plans(layers: list[int], ranks: int, replica: int = 0, key: str = "w") -> list[RankPlan]:
     """Layers that are stacked in one tensor, each cut among `ranks` ranks at any place."""
     draw = random.Random(ranks)
     pieces: list[list[Piece]] = [[] for _ in range(ranks)]
     for layer in layers:
-        target = Target(key, (LAYERS, *SHAPE), (layer, 0, 0), SHAPE, 0, (0, replica, 0))
+        target = ParamRun(key, (LAYERS, *SHAPE), (layer, 0, 0), SHAPE, 0, (0, replica, 0))
         cuts = [0, *sorted(draw.randrange(NUMEL + 1) for _ in range(ranks - 1)), NUMEL]
         for rank in range(ranks):
             start, end = cuts[rank], cuts[rank + 1]
             pieces[rank] += pieces_of_range(
                 target, start, end, param=f"{layer}", state="param", shard_start=0
             )
-    return [SavePlan(rank, tuple(held)) for rank, held in enumerate(pieces)]
+    return [RankPlan(rank, tuple(held)) for rank, held in enumerate(pieces)]
 
 
-def total(every: list[SavePlan]) -> int:
+def total(every: list[RankPlan]) -> int:
     """As the ranks add it up: modulo 2**64."""
     return sum(missing_weight([plan]) for plan in every) % (1 << 64)
 

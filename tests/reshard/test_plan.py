@@ -10,28 +10,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vime_optim.errors import PlanError
+from vime_optim.reshard.keys import KeyInfo, compare_digests, first_difference, rank_list
 from vime_optim.reshard.plan import (
-    KeyInfo,
-    LoadPlan,
+    ParamRun,
     Piece,
-    SavePlan,
-    Source,
-    Target,
+    RankPlan,
+    ShardPlace,
     check_cover,
     check_local,
-    compare_digests,
     digest,
-    first_difference,
     pieces_of_range,
-    rank_list,
-    union_keys,
     wanted_exactly_once,
 )
 
 
 def piece(offset, size, shape, key="w", replica=0, start=0):
     numel = int(np.prod(size, dtype=int))
-    return Piece(key, shape, offset, size, numel, replica, Source(key, "param", start))
+    return Piece(key, shape, offset, size, numel, replica, ShardPlace(key, "param", start))
 
 
 def cut_target(target, dp, state="param"):
@@ -62,7 +57,7 @@ def test_pieces_address_the_elements_that_the_shard_holds(data):
     param_numel = flat_start + numel + data.draw(st.integers(0, 5))
     start, end = sorted(data.draw(st.integers(0, param_numel)) for _ in range(2))
     shard_start = data.draw(st.integers(0, 3))
-    target = Target("k", shape, offset, local, flat_start, (0, 1, 0))
+    target = ParamRun("k", shape, offset, local, flat_start, (0, 1, 0))
 
     # Brute force: write each element's shard position into the global tensor, one by one.
     expected = np.full(shape, -1)
@@ -114,10 +109,10 @@ def test_every_key_is_checked_not_only_the_first(wrong, kind):
 def test_every_key_of_one_rank_is_checked(wrong):
     keys = ("a", "b", "c")
     pieces = [piece((0,), (2,), (4,), key=key) for key in keys]
-    check_local(SavePlan(0, tuple(pieces)))
+    check_local(RankPlan(0, tuple(pieces)))
     twice = [*pieces, piece((1,), (2,), (4,), key=wrong)]
     with pytest.raises(PlanError, match="the same elements twice") as caught:
-        check_local(SavePlan(0, tuple(twice)))
+        check_local(RankPlan(0, tuple(twice)))
     assert str(caught.value.where).startswith(f"{wrong}, ")
 
 
@@ -126,7 +121,7 @@ def test_every_key_of_one_rank_is_checked(wrong):
 def test_tensor_parallel_columns_cut_by_data_parallel_ranges_cover(tp, dp, rows, columns):
     pieces = []
     for rank in range(tp):
-        target = Target("w", (2, rows, columns * tp), (1, 0, rank * columns), (rows, columns))
+        target = ParamRun("w", (2, rows, columns * tp), (1, 0, rank * columns), (rows, columns))
         other = replace(target, global_offset=(0, 0, rank * columns))
         for t in (target, other):
             pieces += [(rank * dp + r, p) for r, p in cut_target(t, dp)]
@@ -188,26 +183,26 @@ def test_a_key_that_nobody_lists_is_refused():
         {"size": (0,), "numel": 0},
         {"size": (2, 2)},
         {"global_shape": (5,)},
-        {"source": Source("w", "param", -1)},
+        {"source": ShardPlace("w", "param", -1)},
     ],
 )
 def test_unsound_pieces_are_refused(wrong):
     good = piece((0,), (4,), (4,))
     bad = replace(good, **wrong)
-    check_local(SavePlan(0, (good,)))
+    check_local(RankPlan(0, (good,)))
     with pytest.raises(PlanError, match="does not fit"):
         check_cover([(5, bad)], {"w": (4,)})
     if "global_shape" not in wrong:
         with pytest.raises(PlanError, match="rank 5"):
-            check_local(SavePlan(5, (bad,)))
+            check_local(RankPlan(5, (bad,)))
 
 
 def test_local_overlap_is_refused_and_local_gap_is_not():
     left, right = piece((0,), (2,), (6,)), piece((3,), (2,), (6,), start=2)
-    check_local(SavePlan(0, (left, right)))
+    check_local(RankPlan(0, (left, right)))
     clash = piece((1,), (3,), (6,), start=7)
     with pytest.raises(PlanError, match=r"w, \[1:2\]"):
-        check_local(LoadPlan(0, (left, right, clash)))
+        check_local(RankPlan(0, (left, right, clash)))
 
 
 # --- wanted_exactly_once
@@ -215,10 +210,12 @@ def test_local_overlap_is_refused_and_local_gap_is_not():
 
 def read_of(*ranges, param="p", state="exp_avg"):
     pieces = [
-        Piece("k", (100,), (start,), (end - start,), end - start, 0, Source(param, state, start))
+        Piece(
+            "k", (100,), (start,), (end - start,), end - start, 0, ShardPlace(param, state, start)
+        )
         for start, end in ranges
     ]
-    return LoadPlan(2, tuple(pieces))
+    return RankPlan(2, tuple(pieces))
 
 
 def test_wanted_ranges_may_be_read_in_parts():
@@ -277,21 +274,21 @@ KEYS = (KeyInfo("a", (4, 2), "float32"), KeyInfo("b", (3,), "float32"))
 
 
 def test_digest_covers_the_shared_part_alone():
-    plan = SavePlan(0, (piece((0,), (4,), (4,)),), KEYS)
+    plan = RankPlan(0, (piece((0,), (4,), (4,)),), KEYS)
     same = [
-        SavePlan(1, (), KEYS),
-        SavePlan(0, (), KEYS[::-1]),
-        SavePlan(0, (), KEYS + KEYS),
-        LoadPlan(3, (), KEYS),
+        RankPlan(1, (), KEYS),
+        RankPlan(0, (), KEYS[::-1]),
+        RankPlan(0, (), KEYS + KEYS),
+        RankPlan(3, (), KEYS),
     ]
     assert {digest(p) for p in same} == {digest(plan)}
     other = [
-        SavePlan(0, (), KEYS[:1]),
-        SavePlan(0, (), (replace(KEYS[0], key="c"), KEYS[1])),
-        SavePlan(0, (), (replace(KEYS[0], global_shape=(42,)), KEYS[1])),
-        SavePlan(0, (), (replace(KEYS[0], dtype="bfloat16"), KEYS[1])),
-        SavePlan(0, (), KEYS, sharding_type="dp_reshardable"),
-        SavePlan(0, (), KEYS, format_version=2),
+        RankPlan(0, (), KEYS[:1]),
+        RankPlan(0, (), (replace(KEYS[0], key="c"), KEYS[1])),
+        RankPlan(0, (), (replace(KEYS[0], global_shape=(42,)), KEYS[1])),
+        RankPlan(0, (), (replace(KEYS[0], dtype="bfloat16"), KEYS[1])),
+        RankPlan(0, (), KEYS, sharding_type="dp_reshardable"),
+        RankPlan(0, (), KEYS, format_version=2),
     ]
     assert len({digest(p) for p in [plan, *other]}) == 1 + len(other)
     # Fixed for good: ranks may run different builds of Python.
@@ -318,16 +315,6 @@ def test_differing_digests_name_the_first_differing_key():
 def test_first_difference():
     assert first_difference([KEYS, KEYS[::-1]]) is None
     assert first_difference([KEYS, KEYS[1:]]) == "a: (4, 2) float32 on rank 0; absent on rank 1"
-
-
-def test_union_of_keys_refuses_two_shapes():
-    extra = KeyInfo("c", (), "float32")
-    union = union_keys([(0, KEYS), (1, (KEYS[1], extra))])
-    assert union == {"a": KEYS[0], "b": KEYS[1], "c": extra}
-    with pytest.raises(PlanError) as caught:
-        union_keys([(0, KEYS), (9, (replace(KEYS[1], global_shape=(7,)),))])
-    assert "b" in str(caught.value)
-    assert "(7,) float32 on rank 9" in str(caught.value)
 
 
 def test_rank_list():

@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from vime_optim.errors import PlanError
-from vime_optim.reshard.plan import Target, check_cover, check_local, digest, union_keys
+from vime_optim.reshard.plan import ParamRun, check_cover, check_local, digest
 from vime_optim.tools.estimate.buffers import Buffer, ParallelLayout, build_buffer
 from vime_optim.tools.estimate.ranks import (
     STATES,
@@ -28,7 +28,7 @@ TINY_MOE = replace(TINY, experts=4, ffn=10)
 
 
 def param(name, shape, *, shared=False, replica=(0, 0, 0)):
-    target = Target(name, shape, (0,) * len(shape), shape, 0, replica)
+    target = ParamRun(name, shape, (0,) * len(shape), shape, 0, replica)
     return ModelParam(name, shape, shape, (0,) * len(shape), False, shared, (target,))
 
 
@@ -143,7 +143,7 @@ def test_full_plans_write_every_element_of_every_state_once(shape, layout):
     """Brute force: mark every element of every checkpoint tensor."""
     planner = JobPlanner(shape, layout)
     plans = [planner.rank_plan(rank) for rank in range(layout.world_size)]
-    keys = union_keys((plan.rank, plan.keys) for plan in plans)
+    keys = {info.key: info for plan in plans for info in plan.keys}
     written = {key: np.zeros(info.global_shape, dtype=int) for key, info in keys.items()}
     for plan in plans:
         check_local(plan)

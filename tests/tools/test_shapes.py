@@ -8,7 +8,7 @@ from math import prod
 import pytest
 
 from vime_optim.errors import PlanError
-from vime_optim.reshard.plan import Target
+from vime_optim.reshard.plan import ParamRun
 from vime_optim.tools.estimate.buffers import ParallelLayout
 from vime_optim.tools.estimate.ranks import JobPlanner
 from vime_optim.tools.estimate.shapes import PRESETS, ModelShape, ModelSplit, model_params
@@ -49,10 +49,10 @@ def test_parameters_of_a_dense_rank_in_registration_order():
     ]
     fc1 = found[6]
     assert fc1.targets == (
-        Target(
+        ParamRun(
             "decoder.layers.mlp.linear_fc1.weight", (2, 40, 24), (1, 10, 0), (10, 24), 0, (0, 0, 0)
         ),
-        Target(
+        ParamRun(
             "decoder.layers.mlp.linear_fc1.weight",
             (2, 40, 24),
             (1, 30, 0),

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StoragePref
 from torch.distributed.checkpoint.planner import WriteItemType
 
 from vime_optim.commit import task
+from vime_optim.files.cores import own_cores
 from vime_optim.optimizer.update_order import UpdateOrder, current_order
 
 _BYTES_PER_FILE = 256 << 20  # below this, another file costs more than it brings
@@ -134,9 +135,7 @@ def file_count(stock: int, items: Any) -> int:
     More than stock's where there are enough bytes and processors for it.
     """
     total_bytes = sum(_item_bytes(item) for item in items)
-    ranks_here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
-    processors = len(os.sched_getaffinity(0)) // ranks_here
-    most = max(stock, min(_MOST_FILES, processors))
+    most = max(stock, min(_MOST_FILES, own_cores()))
     return max(stock, min(most, total_bytes // _BYTES_PER_FILE))
 
 

@@ -31,8 +31,8 @@ from vime_optim.files.manifest import (
     Manifest,
     amend,
     check_entry,
-    sync_directory,
 )
+from vime_optim.files.plain import sync_directory
 
 _PROBE_NAME = ".vime_optim_probe"
 _COMMIT_FILES = ("metadata.json", MANIFEST_NAME, ".metadata")  # in the order of removal

@@ -23,6 +23,7 @@ import torch
 
 from vime_optim.errors import CheckpointError
 from vime_optim.files.pickles import audit
+from vime_optim.files.plain import no_archive
 from vime_optim.files.safe_load import open_archive, pickle_globals, read_data_pickle
 
 _PICKLE_LIMIT_BYTES = 64 * 1024
@@ -189,13 +190,7 @@ def read_layout(window: FileWindow, offset_bytes: int, length_bytes: int, where:
     except (ImpossibleTensor, MemoryError):
         raise
     except Exception as error:
-        raise CheckpointError(
-            "An item of the checkpoint cannot be read as a tensor.",
-            where=where,
-            got=f"{type(error).__name__}: {error}"[:200],
-            expected="one tensor written by torch.save, whole and uncompressed",
-            next_step="Copy the file again from its source; if that is the same, it is damaged.",
-        ) from error
+        raise no_archive(where, error) from error
 
 
 def audit_item(window: FileWindow, length_bytes: int) -> None:

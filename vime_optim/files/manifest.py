@@ -26,7 +26,7 @@ import xxhash
 
 from vime_optim.errors import CheckpointError
 from vime_optim.files.fastfile import CHUNK_BYTES, FileRecord, digest_file, read_stamp
-from vime_optim.files.plain import read_plain
+from vime_optim.files.plain import read_plain, write_whole
 from vime_optim.files.reading import default_threads
 
 MANIFEST_NAME = "vime_optim_manifest.json"
@@ -82,14 +82,7 @@ class Manifest:
         """Write it whole or not at all, and bring it to stable storage."""
         body = self._body()
         text = json.dumps({**body, "check": _check_of(body)}, separators=(",", ":"))
-        path = Path(directory) / MANIFEST_NAME
-        temporary = path.with_name(f".{MANIFEST_NAME}.part")
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        sync_directory(directory)
+        write_whole(Path(directory) / MANIFEST_NAME, text.encode())
 
     def _body(self) -> dict[str, Any]:
         return {
@@ -113,20 +106,6 @@ class Manifest:
 def _check_of(body: dict[str, Any]) -> str:
     canonical = json.dumps(body, separators=(",", ":"), sort_keys=True)
     return xxhash.xxh3_64_hexdigest(canonical.encode())
-
-
-def sync_directory(directory: str | os.PathLike[str]) -> None:
-    """Make the names in a directory durable; nothing where the file system cannot."""
-    try:
-        fd = os.open(directory, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(fd)
-    except OSError:
-        pass
-    finally:
-        os.close(fd)
 
 
 def read_manifest(directory: str | os.PathLike[str]) -> Manifest | None:

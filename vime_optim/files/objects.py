@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from vime_optim.errors import CheckpointError, one_line
+from vime_optim.errors import CheckpointError
+from vime_optim.files.plain import no_archive
 from vime_optim.files.safe_load import audited_names, walk
 from vime_optim.files.stand_ins import Inert, inert_class, is_inert_class
 
@@ -44,13 +45,7 @@ def load_object(data: bytes | memoryview, where: str) -> Any:
     except (CheckpointError, MemoryError):
         raise
     except Exception as error:
-        raise CheckpointError(
-            "an object of the checkpoint cannot be read",
-            where=where,
-            got=one_line(error),
-            expected="a torch.save archive, whole and uncompressed",
-            next_step="copy the checkpoint again from its source, or load another",
-        ) from None
+        raise no_archive(where, error) from None
 
 
 def _stand_ins(names: set[str]) -> list[tuple[Any, str]]:

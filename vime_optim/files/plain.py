@@ -1,11 +1,12 @@
-"""Bounded reads of plain files: never a pipe, a device or a folder, never more than asked for."""
+"""Small files: read with a bound, never from a pipe, a device or a folder; written whole or not."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 
-from vime_optim.errors import CheckpointError
+from vime_optim.errors import CheckpointError, one_line
 
 
 def read_plain(path: str | os.PathLike[str], limit_bytes: int) -> bytes:
@@ -76,3 +77,46 @@ def _unreadable(path: str | os.PathLike[str], error: OSError) -> CheckpointError
         got=f"{type(error).__name__}: {error.strerror}",
         next_step="Check the path and its permissions.",
     )
+
+
+def no_archive(where: str, error: Exception) -> CheckpointError:
+    """The error for what should be a torch.save archive, by the error of whoever tried to read it.
+
+    A hostile file may make readers raise anything at all; it all means the same.
+    """
+    return CheckpointError(
+        "A tensor or object of the checkpoint cannot be read as a torch.save archive.",
+        where=where,
+        got=one_line(error),
+        expected="a zip archive written by torch.save, whole and uncompressed",
+        next_step="Copy the file again from its source; if that is the same, it is damaged.",
+    )
+
+
+def write_new(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write a file that does not exist, and bring it to stable storage."""
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write or replace a small file, whole or not at all, and bring it and its name to storage."""
+    folder, name = os.path.split(path)
+    temporary = os.path.join(folder, f".{name}.part")
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(temporary)
+    write_new(temporary, data)
+    os.replace(temporary, path)
+    sync_directory(folder or os.curdir)
+
+
+def sync_directory(directory: str | os.PathLike[str]) -> None:
+    """Make the names in a directory durable, where the file system can."""
+    with contextlib.suppress(OSError):  # some of networks cannot; the files themselves are synced
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from vime_optim.errors import CheckpointError
+from vime_optim.files.cores import own_cores
 from vime_optim.files.geometry import Box, Comb, combs, row_major, tiles
 from vime_optim.files.plain import require_plain
 
@@ -232,14 +233,8 @@ class BoxReader:
 
 
 def default_threads() -> int:
-    """This process's share of the machine's cores: ranks of one host load at the same time."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    ranks = torch.cuda.device_count() if torch.cuda.is_available() else 1
-    if torch.distributed.is_initialized():
-        ranks = min(ranks, torch.distributed.get_world_size())
-    told = os.environ.get("LOCAL_WORLD_SIZE", "")  # by torchrun; a rank may see one device alone
-    ranks = int(told) if told.isdigit() else ranks
-    return max(2, min(_MAX_THREADS, (cores or 2) // max(1, ranks)))
+    """Threads that read, of this process: a thread waits for the file more than it works."""
+    return max(2, min(_MAX_THREADS, own_cores()))
 
 
 def _host_buffer(nbytes: int, pinned: bool) -> torch.Tensor:

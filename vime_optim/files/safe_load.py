@@ -25,9 +25,9 @@ from typing import IO, Any
 
 import torch
 
-from vime_optim.errors import CheckpointError, one_line
+from vime_optim.errors import CheckpointError
 from vime_optim.files.pickles import audit
-from vime_optim.files.plain import read_plain
+from vime_optim.files.plain import no_archive, read_plain
 from vime_optim.files.stand_ins import (
     Inert,
     InertMeta,
@@ -249,19 +249,10 @@ def load_common(
         foreign = {name for name in unknown & made if not name.startswith(_KNOWN_PROJECTS)}
         _refuse_unknown(foreign, label)
         return finished
-    except CheckpointError:
-        raise
-    except MemoryError:
+    except (CheckpointError, MemoryError):
         raise
     except Exception as error:
-        # A hostile file may make the readers beneath raise anything at all; it all means the same.
-        raise CheckpointError(
-            "This file cannot be read as a torch.save archive.",
-            where=label,
-            got=one_line(error),
-            expected="a zip archive written by torch.save, whole and uncompressed",
-            next_step="Copy the file again from its source; if that is the same, it is damaged.",
-        ) from error
+        raise no_archive(label, error) from error
 
 
 _globals_lock = threading.Lock()

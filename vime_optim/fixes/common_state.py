@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from vime_optim.errors import CheckpointError, one_line
+from vime_optim.errors import CheckpointError
 from vime_optim.fixes.places import SERIALIZATION
 from vime_optim.registry import Fix, Hit, Target, takes
 
@@ -60,7 +60,7 @@ def _stand_ins(path: str) -> list[Any]:
     not run) what it names beyond what torch and Megatron allow. A placeholder does nothing; one
     that turns up anywhere but as an option of a param group is refused afterwards.
     """
-    from vime_optim.files.plain import read_plain
+    from vime_optim.files.plain import no_archive, read_plain
     from vime_optim.files.safe_load import OPTIMIZER_CLASSES, audited_names
     from vime_optim.files.stand_ins import inert_class
 
@@ -75,18 +75,8 @@ def _stand_ins(path: str) -> list[Any]:
             unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
             names |= set(unsafe)
         except Exception as error:
-            raise _unreadable(path, error) from None
+            raise no_archive(path, error) from None
     return [(inert_class(name), name) for name in sorted(names)]
-
-
-def _unreadable(path: str, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        "the common state cannot be read",
-        where=path,
-        got=one_line(error),
-        expected="a torch.save archive, whole and uncompressed",
-        next_step="copy the checkpoint again from its source, or load another",
-    )
 
 
 @contextlib.contextmanager

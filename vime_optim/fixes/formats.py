@@ -38,7 +38,6 @@ from vime_optim.fixes.sharding import (
 from vime_optim.registry import Fix, Hit, Target, takes
 from vime_optim.reshard.complete import incomplete_tensor, missing_weight
 from vime_optim.reshard.engine import ParamState, param_states
-from vime_optim.reshard.plan import SavePlan
 
 logger = logging.getLogger("vime_optim")
 
@@ -69,7 +68,7 @@ def _settle(bound: dict[str, Any], operation: Any) -> None:
     state = bound["sharded_state_dict"]
     found = list(optimizer_states(state))
     params = [each for each in param_states(state) if not each.is_loading]
-    plans = [each.plan for each in params if isinstance(each.plan, SavePlan)]
+    plans = [each.plan for each in params]
     types = list(recorded_types(state))
     votes = (missing_weight(plans), types.count(FULLY), types.count(DP))
     missing, fully, dp = operation.check(values=votes)

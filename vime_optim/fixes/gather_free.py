@@ -30,7 +30,7 @@ from vime_optim.reshard.engine import (
     expect_load,
     param_states,
 )
-from vime_optim.reshard.plan import compare_digests
+from vime_optim.reshard.keys import compare_digests
 from vime_optim.reshard.taking import destinations_for, finish_load, give_back, lend
 
 

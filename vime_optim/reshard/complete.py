@@ -17,12 +17,12 @@ import torch
 import xxhash
 
 from vime_optim.errors import PlanError
-from vime_optim.reshard.plan import Piece, SavePlan, check_cover
+from vime_optim.reshard.plan import Piece, RankPlan, check_cover
 
 _BITS = 64
 
 
-def missing_weight(plans: Iterable[SavePlan]) -> int:
+def missing_weight(plans: Iterable[RankPlan]) -> int:
     """This rank's number, modulo 2**64: the sum over all ranks is zero for whole tensors.
 
     Takes disjoint pieces for granted; that they are is checked when the save is planned.
@@ -33,7 +33,7 @@ def missing_weight(plans: Iterable[SavePlan]) -> int:
     return total % (1 << _BITS)
 
 
-def _balance(plans: Iterable[SavePlan]) -> dict[str, int]:
+def _balance(plans: Iterable[RankPlan]) -> dict[str, int]:
     """By key: elements written here, less all of the tensor where its first one is."""
     balance: dict[str, int] = defaultdict(int)
     for plan in plans:
@@ -45,7 +45,7 @@ def _balance(plans: Iterable[SavePlan]) -> dict[str, int]:
     return balance
 
 
-def incomplete_tensor(plans: Iterable[SavePlan]) -> PlanError | None:
+def incomplete_tensor(plans: Iterable[RankPlan]) -> PlanError | None:
     """Collective over all ranks, once `missing_weight` is not zero: which tensor, where.
 
     Returns:

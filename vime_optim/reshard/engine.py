@@ -18,12 +18,11 @@ from vime_optim.files.lazy import LazyValue
 from vime_optim.optimizer.kinds import MASTER
 from vime_optim.optimizer.slots import Slot, slots_of
 from vime_optim.reshard.coded import CodedShard
+from vime_optim.reshard.keys import KeyInfo
 from vime_optim.reshard.layout import ParamLayout, param_layouts
 from vime_optim.reshard.plan import (
-    KeyInfo,
-    LoadPlan,
     Piece,
-    SavePlan,
+    RankPlan,
     check_local,
     digest,
     pieces_of_range,
@@ -42,11 +41,13 @@ class ParamState(dict[int, Any]):
 
     Attributes:
         plan: what this rank writes, or reads.
+        is_loading: whether it is to be loaded into.
         dist_opt: the DistributedOptimizer.
         destinations: by (parameter number, state name); for what is to be saved these are sources.
     """
 
-    plan: SavePlan | LoadPlan
+    plan: RankPlan
+    is_loading: bool
     dist_opt: Any
     destinations: dict[tuple[int, str], Destination]
 
@@ -54,10 +55,6 @@ class ParamState(dict[int, Any]):
     def group(self) -> Any:
         """The data-parallel process group that shares this optimizer."""
         return self.dist_opt.data_parallel_group
-
-    @property
-    def is_loading(self) -> bool:
-        return isinstance(self.plan, LoadPlan)
 
     @property
     def digest(self) -> str:
@@ -128,7 +125,10 @@ def build_param_state(dist_opt: Any, model_sharded_state_dict: Any, is_loading: 
                 destinations[layout.index, name] = destination
         if entry:
             state[layout.index] = entry
-    state.plan = _checked_plan(pieces, keys, wanted, is_loading)
+    state.plan = RankPlan(torch.distributed.get_rank(), tuple(pieces), tuple(keys))
+    wanted_exactly_once(state.plan, wanted)
+    check_local(state.plan)
+    state.is_loading = is_loading
     state.dist_opt, state.destinations = dist_opt, destinations
     if is_loading:
         expect_load(state)
@@ -148,7 +148,7 @@ def as_template(state: ParamState) -> ParamState:
     """The same param state, which was built to be saved, as one to load into."""
     template = ParamState(state)
     template.dist_opt = state.dist_opt
-    template.plan = LoadPlan(state.plan.rank, state.plan.pieces, state.plan.keys)
+    template.plan, template.is_loading = state.plan, True
     template.destinations = {}
     for (index, name), source in state.destinations.items():
         destination = source
@@ -192,19 +192,6 @@ def _cut(layout: ParamLayout, name: str) -> list[Piece]:
             key=f"{PREFIX}.{name}.{target.key}",
         )
     ]
-
-
-def _checked_plan(
-    pieces: list[Piece],
-    keys: list[KeyInfo],
-    wanted: Mapping[tuple[str, str], list[tuple[int, int]]],
-    is_loading: bool,
-) -> SavePlan | LoadPlan:
-    rank = torch.distributed.get_rank()
-    load_plan = LoadPlan(rank, tuple(pieces), tuple(keys))
-    wanted_exactly_once(load_plan, wanted)
-    check_local(load_plan)
-    return load_plan if is_loading else SavePlan(rank, load_plan.pieces, load_plan.keys)
 
 
 def _destination(layout: ParamLayout, slot: Slot, is_loading: bool) -> Destination:

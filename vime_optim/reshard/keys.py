@@ -84,27 +84,6 @@ def first_difference(
     return f"{key}: " + "; ".join(f"{text} on {rank_list(r)}" for text, r in variants.items())
 
 
-def union_keys(keys_by_rank: Iterable[tuple[int, Iterable[KeyInfo]]]) -> dict[str, KeyInfo]:
-    """All keys of a job, whose ranks hold different ones; a key must look the same everywhere.
-
-    Raises:
-        PlanError: naming the key, its two shapes or dtypes, and a rank with each.
-    """
-    known: dict[str, tuple[int, KeyInfo]] = {}
-    for rank, infos in keys_by_rank:
-        for info in infos:
-            first_rank, first = known.setdefault(info.key, (rank, info))
-            if first != info:
-                raise PlanError(
-                    "Two ranks disagree about a tensor",
-                    where=info.key,
-                    got=f"{info.global_shape} {info.dtype} on rank {rank}",
-                    expected=f"{first.global_shape} {first.dtype} as on rank {first_rank}",
-                    next_step="Nothing was written. Check that all ranks run the same model",
-                )
-    return {key: info for key, (_, info) in known.items()}
-
-
 def rank_list(ranks: Iterable[int]) -> str:
     """Ranks as short text: [0, 1, 2, 4] gives 'ranks 0-2,4'."""
     runs: list[list[int]] = []

@@ -16,7 +16,7 @@ import torch
 
 from vime_optim.errors import PlanError
 from vime_optim.optimizer.kinds import param_name
-from vime_optim.reshard.plan import Target
+from vime_optim.reshard.plan import ParamRun
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class ParamLayout:
     base: Any
     start: int
     end: int
-    targets: tuple[Target, ...] | None
+    targets: tuple[ParamRun, ...] | None
 
     @property
     def numel(self) -> int:
@@ -97,7 +97,7 @@ def _bases(model_sharded_state_dict: Any) -> dict[int, Any]:
     return {id(base.data): base for base in nested_values(sharded)}
 
 
-def _targets(base: Any, param: torch.Tensor, instance: int) -> tuple[Target, ...] | None:
+def _targets(base: Any, param: torch.Tensor, instance: int) -> tuple[ParamRun, ...] | None:
     """The runs of a parameter, or None when its layout cannot be cut without moving elements."""
     replica = getattr(base, "replica_id", None)
     if not isinstance(replica, tuple) or len(replica) != 3:
@@ -114,7 +114,7 @@ def _targets(base: Any, param: torch.Tensor, instance: int) -> tuple[Target, ...
 
 def _factory_targets(
     factory: Any, param: torch.Tensor, replica: tuple[int, ...]
-) -> tuple[Target, ...] | None:
+) -> tuple[ParamRun, ...] | None:
     """Build the factory on a tensor without memory and see which flat range each part is."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
 
@@ -144,11 +144,11 @@ def _storage_offset(part: Any) -> int:
     return int(data.storage_offset()) if isinstance(data, torch.Tensor) else -1
 
 
-def _target(sharded: Any, replica: tuple[int, ...], flat_start: int) -> Target:
+def _target(sharded: Any, replica: tuple[int, ...], flat_start: int) -> ParamRun:
     # A part may give its own first two coordinates (a replica across tensor-parallel ranks).
     own = sharded.replica_id
     first = tuple(own[:2]) if isinstance(own, tuple) and len(own) == 3 else replica[:2]
-    return Target(
+    return ParamRun(
         key=sharded.key,
         global_shape=tuple(sharded.global_shape),
         global_offset=tuple(sharded.global_offset),

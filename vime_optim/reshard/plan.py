@@ -1,4 +1,4 @@
-"""Save and load plans: frozen, made from metadata alone, checked before anything is written.
+"""Plans of saves and loads: frozen, made from metadata alone, checked before anything is written.
 
 Nothing here touches a tensor or talks to another rank. The engine exchanges digests and pieces and
 hands them in; the checks raise PlanError with the key, the region and the ranks at fault.
@@ -15,42 +15,14 @@ from math import prod
 from vime_optim.errors import PlanError
 from vime_optim.files.cover import Fault, fault_of
 from vime_optim.files.geometry import Box, boxes_of_range
-from vime_optim.reshard.keys import (
-    KeyInfo,
-    compare_digests,
-    digest_of_keys,
-    first_difference,
-    rank_list,
-    union_keys,
-)
-
-__all__ = [
-    "FORMAT_VERSION",
-    "KeyInfo",
-    "LoadPlan",
-    "Piece",
-    "SavePlan",
-    "Source",
-    "Target",
-    "check_cover",
-    "check_local",
-    "compare_digests",
-    "cover_error",
-    "digest",
-    "first_difference",
-    "is_main",
-    "pieces_of_range",
-    "rank_list",
-    "union_keys",
-    "wanted_exactly_once",
-]
+from vime_optim.reshard.keys import KeyInfo, digest_of_keys
 
 FORMAT_VERSION = 1
 """Raised whenever the keys, shapes or cuts that a plan gives for the same optimizer change."""
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ShardPlace:
     """Where a piece lives on its rank.
 
     Attributes:
@@ -89,7 +61,7 @@ class Piece:
     size: tuple[int, ...]
     numel: int
     replica_id: int | tuple[int, ...]
-    source: Source
+    source: ShardPlace
 
     @property
     def is_main_replica(self) -> bool:
@@ -98,12 +70,12 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class SavePlan:
-    """All that one rank writes.
+class RankPlan:
+    """All that one rank writes, or reads.
 
     Attributes:
         rank: global rank.
-        pieces: the boxes, main replicas and others; only main replicas reach the files.
+        pieces: the boxes, main replicas and others. All are read; only main replicas are written.
         keys: every key of the rank's buffers, also those it holds no piece of, so that all ranks of
             one data-parallel group list the same ones.
         sharding_type: Megatron's name of the format.
@@ -118,18 +90,7 @@ class SavePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadPlan:
-    """All that one rank reads; the fields are those of SavePlan, and replicas are all read."""
-
-    rank: int
-    pieces: tuple[Piece, ...]
-    keys: tuple[KeyInfo, ...] = ()
-    sharding_type: str = "fully_reshardable"
-    format_version: int = FORMAT_VERSION
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
+class ParamRun:
     """Where a contiguous run of a local parameter lies in the checkpoint.
 
     Attributes:
@@ -151,7 +112,7 @@ class Target:
 
 
 def pieces_of_range(
-    target: Target,
+    target: ParamRun,
     start: int,
     end: int,
     *,
@@ -166,8 +127,8 @@ def pieces_of_range(
         target: the run of the parameter to cut; elements of the range outside it are left alone.
         start: first element of the rank's range in the flat local parameter.
         end: one past the last element of that range.
-        param: name of the parameter, for Source.
-        state: name of the state, for Source.
+        param: name of the parameter, for ShardPlace.
+        state: name of the state, for ShardPlace.
         shard_start: position in the rank's flat shard of the element at `start`.
         key: the checkpoint key, where it is not the target's own (a state's prefix is added).
     """
@@ -188,12 +149,12 @@ def pieces_of_range(
             size=ones + box.size,
             numel=numel,
             replica_id=target.replica_id,
-            source=Source(param, state, position),
+            source=ShardPlace(param, state, position),
         )
         position += numel
 
 
-def check_local(plan: SavePlan | LoadPlan) -> None:
+def check_local(plan: RankPlan) -> None:
     """Checks one rank's pieces: sound, within their tensors, and disjoint.
 
     Raises:
@@ -261,7 +222,7 @@ def cover_error(key: str, shape: Sequence[int], fault: Fault, ranks: Sequence[in
 
 
 def wanted_exactly_once(
-    plan: LoadPlan, wanted: Mapping[tuple[str, str], Sequence[tuple[int, int]]]
+    plan: RankPlan, wanted: Mapping[tuple[str, str], Sequence[tuple[int, int]]]
 ) -> None:
     """Checks that the plan reads each wanted element of the rank's shards exactly once.
 
@@ -289,7 +250,7 @@ def wanted_exactly_once(
             )
 
 
-def digest(plan: SavePlan | LoadPlan) -> str:
+def digest(plan: RankPlan) -> str:
     """16 hex digits over what all ranks of a group must share: keys, shapes, dtypes and format.
 
     The pieces, which differ from rank to rank, are left out.

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from vime_optim.counters import counters
-from vime_optim.errors import CheckpointError, one_line
+from vime_optim.errors import CheckpointError
 from vime_optim.files.frames import Layouts
 from vime_optim.files.items import FileWindow, ImpossibleTensor, audit_item
+from vime_optim.files.plain import no_archive
 from vime_optim.files.reading import BoxReader, Source, ends_early
 from vime_optim.reshard.coded import Read, set_deferring, shard_of
 
@@ -150,16 +151,7 @@ def _audit(path: str, info: Any, key: str) -> None:
         with open(path, "rb") as file:
             audit_item(FileWindow(file.fileno(), info.offset, info.length), info.length)
     except Exception as error:
-        raise _unreadable(f"{path}: {key}", error) from error
-
-
-def _unreadable(where: str, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        "an item of the checkpoint cannot be read",
-        where=where,
-        got=one_line(error),
-        next_step="copy the file again from its source; if that is the same, it is damaged",
-    )
+        raise no_archive(f"{path}: {key}", error) from error
 
 
 def _ask_torch(reader: Any, original: Any, plan: Any, planner: Any, item: Any) -> None:
@@ -170,4 +162,4 @@ def _ask_torch(reader: Any, original: Any, plan: Any, planner: Any, item: Any) -
     except Exception as error:
         info = reader.storage_data[item.storage_index]
         path = reader.fs.concat_path(reader.path, info.relative_path)
-        raise _unreadable(f"{path}: {item.storage_index.fqn}", error) from error
+        raise no_archive(f"{path}: {item.storage_index.fqn}", error) from error

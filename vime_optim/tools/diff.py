@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vime_optim.files.cores import own_cores
 from vime_optim.files.geometry import Box, tiles
 from vime_optim.files.items import carrier_dtype
 from vime_optim.tools.bucket_layout import possible_padding
@@ -183,7 +184,7 @@ class _Pair:
         self._views = views
         # A thread keeps a core busy with Python and the copy from the page cache; more threads
         # than half the cores slow each other down.
-        count = max(1, min(_MAX_THREADS, (os.cpu_count() or 1) // 2))
+        count = max(1, min(_MAX_THREADS, own_cores() // 2))
         self._workers: SimpleQueue[_Worker] = SimpleQueue()
         self._all: list[_Worker] = []
         for _ in range(count):

@@ -22,10 +22,11 @@ import torch
 
 from vime_optim.errors import CheckpointError
 from vime_optim.files.items import carrier_dtype
+from vime_optim.files.plain import sync_directory, write_whole
 from vime_optim.files.safe_load import save_common
 from vime_optim.tools.carry import carried_common, carried_objects, plain_groups
 from vime_optim.tools.logical import BUCKET, MODEL, Logical, View, open_view
-from vime_optim.tools.output import refuse_existing, refuse_inside, sync_directory
+from vime_optim.tools.output import refuse_existing, refuse_inside
 from vime_optim.tools.progress import Advance, progress
 from vime_optim.tools.reader import Checkpoint
 from vime_optim.tools.safetensors_io import DTYPE_NAMES, INDEX_NAME, header_bytes
@@ -228,8 +229,6 @@ def _write_rest(
         },
         "weight_map": weight_map,
     }
-    partial = out / (INDEX_NAME + ".partial")
-    partial.write_text(json.dumps(index, indent=1))
-    os.rename(partial, out / INDEX_NAME)
+    write_whole(out / INDEX_NAME, json.dumps(index, indent=1).encode())
     (out / PLAN_NAME).unlink()
     sync_directory(out)

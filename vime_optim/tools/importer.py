@@ -35,11 +35,12 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from vime_optim.errors import CheckpointError
 from vime_optim.files.dcp_metadata import dump_metadata, parse_metadata
 from vime_optim.files.geometry import Box, tiles, whole
+from vime_optim.files.plain import write_new
 from vime_optim.files.safe_load import load_common, save_common
 from vime_optim.tools.carry import common_from_index
 from vime_optim.tools.export import NO_WEIGHTS
 from vime_optim.tools.names import parse_key
-from vime_optim.tools.output import new_directory, refuse_existing, refuse_inside, write_file
+from vime_optim.tools.output import new_directory, refuse_existing, refuse_inside
 from vime_optim.tools.progress import Advance, progress
 from vime_optim.tools.repair import CONFIG
 from vime_optim.tools.safetensors_io import (
@@ -107,8 +108,8 @@ def import_checkpoint(
         _save(partial, planner)
         buffer = io.BytesIO()
         save_common(common, buffer)
-        write_file(partial / "common.pt", buffer.getvalue())
-        write_file(partial / "metadata.json", json.dumps(CONFIG).encode())
+        write_new(partial / "common.pt", buffer.getvalue())
+        write_new(partial / "metadata.json", json.dumps(CONFIG).encode())
     return report
 
 
@@ -150,7 +151,7 @@ def _save(folder: Path, planner: _StreamingPlanner) -> None:
     path = folder / ".metadata"
     noted = parse_metadata(path.read_bytes())
     path.unlink()
-    write_file(path, dump_metadata(noted, {}))
+    write_new(path, dump_metadata(noted, {}))
 
 
 class _StreamingPlanner(DefaultSavePlanner):

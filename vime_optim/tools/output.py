@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from vime_optim.errors import CheckpointError
+from vime_optim.files.plain import sync_directory
 
 try:
     import fcntl
@@ -88,25 +89,6 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
-
-
-def sync_directory(folder: Path) -> None:
-    """Makes renames inside a directory durable, where the system can."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError:
-        pass  # some network file systems cannot; the files themselves are synced
-    finally:
-        os.close(descriptor)
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Writes and syncs a new file."""
-    with path.open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def share_file(source: int, original: Path, target: Path, *, link: bool = True) -> str:

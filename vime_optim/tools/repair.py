@@ -27,6 +27,7 @@ from vime_optim.files.manifest import (
     check_entry,
     read_manifest,
 )
+from vime_optim.files.plain import write_new
 from vime_optim.files.safe_load import save_common, strip_classes, walk
 from vime_optim.tools.common import (
     OptimizerFacts,
@@ -41,7 +42,6 @@ from vime_optim.tools.output import (
     refuse_existing,
     refuse_inside,
     share_file,
-    write_file,
 )
 from vime_optim.tools.reader import COMMON_STATE_KEY, Checkpoint
 
@@ -321,5 +321,5 @@ def _write(checkpoint: Checkpoint, work: _Work, folder: Path, plan: RepairPlan, 
         plan.files[name] = share_file(source, checkpoint.path / name, folder / name, link=link)
     # metadata.json last: its presence means that the checkpoint is whole.
     for name, data in sorted(work.files.items(), key=lambda item: item[0] == "metadata.json"):
-        write_file(folder / name, data)
+        write_new(folder / name, data)
         plan.files[name] = "new"

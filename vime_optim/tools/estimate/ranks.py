@@ -16,8 +16,8 @@ import numpy as np
 from vime_optim.files.cover import find_fault
 from vime_optim.reshard.keys import KeyInfo
 from vime_optim.reshard.plan import (
-    LoadPlan,
     Piece,
+    RankPlan,
     check_local,
     cover_error,
     pieces_of_range,
@@ -177,7 +177,7 @@ class JobPlanner:
             )
         return self._buffers[name]
 
-    def rank_plan(self, rank: int, states: Sequence[str] = STATES) -> LoadPlan:
+    def rank_plan(self, rank: int, states: Sequence[str] = STATES) -> RankPlan:
         """One rank's boxes of the given states; what it writes are its main replicas."""
         pieces: list[Piece] = []
         keys: dict[KeyInfo, None] = {}
@@ -189,7 +189,7 @@ class JobPlanner:
                         keys[KeyInfo(key, target.global_shape, "float32")] = None
             for state in states:
                 pieces.extend(_pieces(buffer, group_rank, state, prefixed=True))
-        return LoadPlan(rank, tuple(pieces), tuple(keys))
+        return RankPlan(rank, tuple(pieces), tuple(keys))
 
     def estimate(self, rank: int, check: CoverCheck | None = None) -> RankEstimate:
         """Figures of one rank. With `check`, also checks its plan and adds it to the cover.
@@ -212,7 +212,7 @@ class JobPlanner:
                 own_numel += end - start
                 wanted[param.name, STATES[0]] = [(0, end - start)]
         if check is not None:
-            plan = LoadPlan(rank, tuple(pieces))
+            plan = RankPlan(rank, tuple(pieces))
             check_local(plan)
             wanted_exactly_once(plan, wanted)
             check.add(rank, pieces)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from vime_optim.errors import PlanError
 from vime_optim.files.geometry import round_up
-from vime_optim.reshard.plan import Target
+from vime_optim.reshard.plan import ParamRun
 
 EMBEDDING_KEY = "embedding.word_embeddings.weight"
 
@@ -92,7 +92,7 @@ class ModelParam:
     global_offset: tuple[int, ...]
     is_expert: bool
     shared_embedding: bool
-    targets: tuple[Target, ...]
+    targets: tuple[ParamRun, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +287,7 @@ class _Builder:
         copy = int(shared and self.pp_rank > 0)
         replica = (copy, part if cut is None else 0, 0)
         global_shape, global_offset = lead_shape + full, lead_offset + tuple(offset)
-        whole = Target(full_key, global_shape, global_offset, tuple(local), 0, replica)
+        whole = ParamRun(full_key, global_shape, global_offset, tuple(local), 0, replica)
         return ModelParam(
             name=f"{prefix}{name or key}",
             global_shape=global_shape,
@@ -299,7 +299,7 @@ class _Builder:
         )
 
 
-def _gate_and_up(whole: Target, part: int, axis: int) -> tuple[Target, Target]:
+def _gate_and_up(whole: ParamRun, part: int, axis: int) -> tuple[ParamRun, ParamRun]:
     """SwiGLU's halves: all ranks' gate rows come first in the checkpoint, then all up rows."""
     rows = whole.local_shape[0] // 2
     local = (rows, *whole.local_shape[1:])
@@ -308,7 +308,7 @@ def _gate_and_up(whole: Target, part: int, axis: int) -> tuple[Target, Target]:
     for half in (0, 1):
         first_row = half * whole.global_shape[axis] // 2 + part * rows
         halves.append(
-            Target(
+            ParamRun(
                 whole.key,
                 whole.global_shape,
                 (*lead, first_row, *tail),
