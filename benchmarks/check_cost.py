@@ -1,8 +1,11 @@
-"""What VIME_OPTIM_VERIFY=1 adds to a load: `python -m benchmarks.check_cost --gib 8 --out X.json`.
+"""What digests add to a load: `python -m benchmarks.check_cost --gib 8 --out X.json`.
 
 One process writes files with their manifest, drops nothing from the page cache, and then in turns
-reads all tensors into place (as a load does) and verifies every byte. `--device cuda` reads them
-onto the device. Bytes over seconds, medians of the turns after a warm-up.
+reads all tensors into place (as a load does) without digests, the same with digests compared in
+the reading threads (VIME_OPTIM_VERIFY=read), and verifies every byte (=all). `--device cuda` reads
+them onto the device. Medians of the turns after a warm-up; a ratio is the median of the turns'
+ratios, as neighbours in time see the same machine. This is reading alone, from memory, where
+digests cost most: a load also plans, and a disk or a network is slower.
 """
 
 from __future__ import annotations
@@ -13,13 +16,14 @@ import os
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from vime_optim.files.fastfile import write_file
 from vime_optim.files.items import FileWindow, read_layout
-from vime_optim.files.manifest import Manifest, read_manifest, verify_entries
+from vime_optim.files.manifest import Manifest, checks_of, read_manifest, verify_entries
 from vime_optim.files.reading import BoxReader, Source, default_threads
 
 _FILES = 8
@@ -49,14 +53,22 @@ def make(folder: Path, total_bytes: int) -> list[Source]:
     return sources
 
 
-def load(sources: list[Source], targets: list[torch.Tensor]) -> float:
+def load(folder: Path, sources: list[Source], targets: list[torch.Tensor], compares: bool) -> float:
+    """Seconds to read all, with or without comparing digests."""
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    checks = checks_of(folder, manifest)
+    if compares:
+        sources = [replace(source, check=checks[source.path]) for source in sources]
     began = time.perf_counter()
     with BoxReader(sum(source.nbytes for source in sources)) as reader:
         for source, target in zip(sources, targets, strict=True):
             reader.read(source, target)
     if targets[0].device.type == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - began
+    took_s = time.perf_counter() - began
+    assert not compares or all(len(check.right) == check.chunks for check in checks.values())
+    return took_s
 
 
 def verify(folder: Path) -> float:
@@ -79,18 +91,26 @@ def main() -> None:
         folder = Path(name)
         sources = make(folder, int(given.gib * (1 << 30)))
         targets = [torch.empty(s.shape, dtype=s.dtype, device=given.device) for s in sources]
-        turns = [(load(sources, targets), verify(folder)) for _ in range(given.turns + 1)][1:]
+        turns = []
+        for turn in range(given.turns + 1):
+            seconds = [0.0, 0.0]
+            for compares in (turn % 2 == 0, turn % 2 == 1):  # each goes first as often
+                seconds[compares] = load(folder, sources, targets, compares)
+            turns.append((*seconds, verify(folder)))
+    turns = turns[1:]
     total = sum(source.nbytes for source in sources)
-    load_s, verify_s = (statistics.median(column) for column in zip(*turns, strict=True))
+    load_s, read_s, verify_s = (statistics.median(column) for column in zip(*turns, strict=True))
     result = {
         "bytes": total,
         "device": given.device,
         "threads": default_threads(),
         "load_s": load_s,
+        "load_comparing_s": read_s,
         "verify_s": verify_s,
         "load_GBps": total / load_s / 1e9,
         "verify_GBps": total / verify_s / 1e9,
-        "verify_over_load": verify_s / load_s,
+        "comparing_over_load": statistics.median(turn[1] / turn[0] for turn in turns),
+        "verify_over_load": statistics.median(turn[2] / turn[0] for turn in turns),
         "turns": turns,
     }
     print(json.dumps(result, indent=1))

@@ -59,6 +59,14 @@ def _choice(*allowed: str) -> Callable[[str], str]:
     return parse
 
 
+def _verify(text: str) -> str:
+    """It was a flag once."""
+    text = text.strip().lower()
+    if text in _TRUE | _FALSE:
+        return "all" if _flag(text) else "off"
+    return _choice("read", "all", "off")(text)
+
+
 def _setting(name: str, parse: Callable[[str], Any], default: Any, doc: str) -> Any:
     return field(default=default, metadata={"env": PREFIX + name, "parse": parse, "doc": doc})
 
@@ -81,12 +89,13 @@ class Settings:
         "what to do when a save with PAO and CPU offload asks for another type than"
         " fully_reshardable: enforce | error | off",
     )
-    verify: bool = _setting(
+    verify: str = _setting(
         "VERIFY",
-        _flag,
-        False,
-        "compare every byte with its digest before a load, which reads the files once more (the"
-        " ranks share it, 1.25 times the load itself); without a manifest the load is refused",
+        _verify,
+        "read",
+        "whether a load compares files with their digests: read (while they are read) | all, or 1"
+        " (every byte before anything is changed, which reads the files once more, shared by the"
+        " ranks, 1.25 times the load itself; refused without a manifest) | off, or 0",
     )
     async_mode: str = _setting(
         "ASYNC",

@@ -218,7 +218,7 @@ def test_a_lost_manifest_is_an_error_and_its_copy_none(
     assert "vime_optim_manifest.json is gone" in str(find_reason(str(source)))
     repair_checkpoint(source, tmp_path / "mended")
     assert find_reason(str(tmp_path / "mended")) is None
-    monkeypatch.setattr(settings, "_current", settings.Settings(verify=True))
+    monkeypatch.setattr(settings, "_current", settings.Settings(verify="all"))
     assert "asks for a check of every byte" in str(find_reason(str(tmp_path / "mended")))
 
 
@@ -232,8 +232,8 @@ def test_the_ranks_share_the_reading(copy_of: Any, monkeypatch: pytest.MonkeyPat
     found = manifest.read_manifest(source)
     assert found is not None
     read: list[Any] = []
-    digest = manifest._digest
-    monkeypatch.setattr(manifest, "_digest", lambda *a: (read.append(a), digest(*a))[1])
+    digest = manifest.digest_of
+    monkeypatch.setattr(manifest, "digest_of", lambda *a: (read.append(a), digest(*a))[1])
     entries = list(found.entries.values())
     problems = [manifest.verify_entries(source, entries, found.chunk_bytes, n, 3) for n in range(3)]
     assert [p.file for part in problems for p in part] == [path.name]

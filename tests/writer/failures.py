@@ -398,7 +398,7 @@ def unguarded_update(root: Path, persistent: bool) -> dict[str, Any]:
 
 
 def damaged(root: Path, persistent: bool) -> dict[str, Any]:
-    """One flipped bit: unseen by a plain load, named under VIME_OPTIM_VERIFY=1; a cut always."""
+    """One flipped bit: named before a change with VIME_OPTIM_VERIFY=all; a cut always."""
     from vime_optim import settings
 
     trainer = Trainer(persistent=persistent)
@@ -408,7 +408,7 @@ def damaged(root: Path, persistent: bool) -> dict[str, Any]:
     [path] = directory.glob("__1_*_0.distcp")
     original = path.read_bytes()
     usual = settings.current()
-    settings.activate(dataclasses.replace(usual, verify=True))
+    settings.activate(dataclasses.replace(usual, verify="all"))
     whole = load_outcome(trainer, directory)
     torch.distributed.barrier()
     if rank() == 0:

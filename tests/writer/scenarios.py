@@ -435,6 +435,19 @@ def joint(root: str, cases: list[dict[str, Any]]) -> dict[str, Any]:
     return module.joint(root, cases)
 
 
+def flips(**arguments: Any) -> list[Any]:
+    """See tests/writer/flips.py."""
+    from tests.writer import flips as module
+
+    return module.flips(**arguments)
+
+
+def load_cost(**arguments: Any) -> dict[str, Any]:
+    from tests.writer import flips as module
+
+    return module.load_cost(**arguments)
+
+
 def attacks(**arguments: Any) -> dict[str, Any]:
     """See tests/writer/attacks.py."""
     from tests.writer import attacks as module

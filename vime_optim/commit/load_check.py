@@ -2,7 +2,8 @@
 
 DCP reads straight into the parameters, so an error in the middle of a load leaves a model that is
 half the old and half the new one. What can be known beforehand is looked at beforehand: the files
-that Megatron writes last, each file's size and stamp, and with VIME_OPTIM_VERIFY=1 every byte.
+that Megatron writes last, each file's size and stamp, and with VIME_OPTIM_VERIFY=all every byte.
+By default bytes are compared with their digests while they are read (files/checked).
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ import os
 import pickle
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import xxhash
 
 from vime_optim import settings
-from vime_optim.commit.agreement import agree, describe
+from vime_optim.commit.agreement import agree, describe, point
 from vime_optim.counters import counters
 from vime_optim.errors import CheckpointError, VimeOptimError, one_line
+from vime_optim.files.checked import FileCheck
 from vime_optim.files.dcp_metadata import load_metadata
 from vime_optim.files.manifest import (
     MANIFEST_MARK,
@@ -28,10 +32,12 @@ from vime_optim.files.manifest import (
     Manifest,
     Problem,
     check_entry,
+    checks_of,
     read_manifest,
     verify_entries,
 )
 from vime_optim.files.plain import read_plain
+from vime_optim.files.settle import compare_rest, flags_of, settle
 
 _REFUSED = "this checkpoint is refused, nothing was changed"
 _thread = threading.local()
@@ -42,7 +48,7 @@ _METADATA_LIMIT_BYTES = 1 << 30
 _SMALL = (".metadata", "common.pt", "metadata.json")
 
 
-def check_before_load(directory: str, *, collective: bool = True) -> None:
+def check_before_load(directory: str, *, collective: bool = True) -> Checks:
     """Raise on every rank when `directory` cannot be loaded as a whole.
 
     Args:
@@ -50,22 +56,68 @@ def check_before_load(directory: str, *, collective: bool = True) -> None:
         collective: all ranks call this, and share the work of reading; else this process
             checks everything by itself.
 
+    Returns:
+        What is compared while the load reads.
+
     Raises:
         CheckpointError: the directory is unfinished, or a file is missing, cut, mixed up or
-            (VIME_OPTIM_VERIFY=1) damaged.
+            (VIME_OPTIM_VERIFY=all) damaged.
     """
     collective = collective and torch.distributed.is_initialized()
     rank = torch.distributed.get_rank() if collective else 0
     share = torch.distributed.get_world_size() if collective else 1
     error: str | None = None
+    checks = Checks({}, 0)
     try:
-        error = find_reason(directory, rank, share)
+        error, manifest = _look(directory, rank, share)
+        if manifest is not None and settings.current().verify == "read":
+            mark = xxhash.xxh3_64_intdigest(manifest.save_id.encode())
+            checks = Checks(checks_of(directory, manifest), mark)
     except (OSError, CheckpointError) as caught:
         error = describe(caught)
     if collective:
-        agree(error, _REFUSED, directory, kind=CheckpointError, next_step=_NEXT)
+        values = [checks.mark]
+        [total] = agree(error, _REFUSED, directory, None, CheckpointError, _NEXT, values)
+        # Ranks with other settings, or an old directory in a cache: each for itself.
+        checks.is_shared = (total - share * checks.mark) % (1 << 64) == 0
     elif error is not None:
         raise CheckpointError(_REFUSED, where=directory, got=error, next_step=_NEXT)
+    return checks
+
+
+@dataclass
+class Checks:
+    """The digests of a checkpoint that is loaded.
+
+    Attributes:
+        files: by absolute path; empty where there are none, or they are not asked for.
+        mark: tells ranks that compare the same from others.
+        is_shared: all ranks load, and compare the same.
+    """
+
+    files: dict[str, FileCheck]
+    mark: int
+    is_shared: bool = False
+
+    def settle(self) -> None:
+        """At the end of the load: compare the rest, counted over all ranks.
+
+        Raises:
+            CheckpointError: a chunk is not what was written.
+        """
+        if not self.files:
+            return
+        files = list(self.files.values())
+        if not self.is_shared:
+            compare_rest(files)
+            return
+        point()  # all have read, and all come to the next collective
+        flags = torch.from_numpy(flags_of(files))
+        if "nccl" in str(torch.distributed.get_backend()):
+            flags = flags.to(torch.device("cuda", torch.cuda.current_device()))
+        torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX)
+        rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        settle(files, flags.cpu().numpy(), rank, world)
 
 
 @contextlib.contextmanager
@@ -104,10 +156,8 @@ def _in_a_line(error: BaseException, directory: str = "") -> str:
     if isinstance(error, KeyError) and directory and _has_no_optimizer(directory):
         return "no optimizer state is in this checkpoint: it was saved without (--no-save-optim)"
     if isinstance(error, VimeOptimError):
-        details = [
-            f"{name} {value}" for name in ("got", "expected") if (value := getattr(error, name))
-        ]
-        return "; ".join([describe(error), *details])
+        expected = [f"expected {error.expected}"] if error.expected else []
+        return "; ".join([describe(error), *expected])
     return one_line(error)
 
 
@@ -125,13 +175,20 @@ def find_reason(directory: str, part: int = 0, parts: int = 1) -> str | None:
     Args:
         part, parts: look at every `parts`-th file, beginning with number `part`.
     """
+    return _look(directory, part, parts)[0]
+
+
+def _look(directory: str, part: int, parts: int) -> tuple[str | None, Manifest | None]:
     reason = unfinished(directory)
     if reason is not None:
-        return reason
+        return reason, None
     manifest = read_manifest(directory)
     if manifest is None:
-        return _without_manifest(directory) if part == 0 else None
-    problems = _problems(directory, manifest, part, parts)
+        return (_without_manifest(directory) if part == 0 else None), None
+    return _reason_of(_problems(directory, manifest, part, parts)), manifest
+
+
+def _reason_of(problems: list[Problem]) -> str | None:
     if not problems:
         return None
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
@@ -139,7 +196,7 @@ def find_reason(directory: str, part: int = 0, parts: int = 1) -> str | None:
 
 
 def _without_manifest(directory: str) -> str | None:
-    """What is wrong with having none: VIME_OPTIM_VERIFY=1 promises a check that needs one, and a
+    """What is wrong with having none: VIME_OPTIM_VERIFY=all promises a check that needs one, and a
     checkpoint that was written with one has lost it."""
     metadata = Path(directory) / ".metadata"
     if not metadata.exists():
@@ -149,17 +206,18 @@ def _without_manifest(directory: str) -> str | None:
             f"{MANIFEST_NAME} is gone, which was written with it: files may be lost or mixed; copy"
             " it from where this copy was made, or make one without it by `vime-optim repair`"
         )
-    if settings.current().verify:
+    if settings.current().verify == "all":
         return (
-            f"VIME_OPTIM_VERIFY=1 asks for a check of every byte, and there is no {MANIFEST_NAME},"
-            " as another tool wrote this checkpoint; set VIME_OPTIM_VERIFY=0 to load it unchecked"
+            "VIME_OPTIM_VERIFY=all asks for a check of every byte, and there is no"
+            f" {MANIFEST_NAME}, as another tool wrote this checkpoint; set VIME_OPTIM_VERIFY=read"
+            " to load it unchecked"
         )
     return None
 
 
 def _problems(directory: str, manifest: Manifest, part: int, parts: int) -> list[Problem]:
     entries = [entry for _, entry in sorted(manifest.entries.items())]
-    if settings.current().verify:
+    if settings.current().verify == "all":
         counters["loads verified by digests"] += 1
         return verify_entries(directory, entries, manifest.chunk_bytes, part, parts)
     problems: list[Problem] = []

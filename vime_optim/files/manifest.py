@@ -25,6 +25,7 @@ from typing import Any
 import xxhash
 
 from vime_optim.errors import CheckpointError
+from vime_optim.files.checked import FileCheck, digest_of
 from vime_optim.files.fastfile import CHUNK_BYTES, FileRecord, digest_file, read_stamp
 from vime_optim.files.plain import read_plain, write_whole
 from vime_optim.files.reading import default_threads
@@ -35,7 +36,6 @@ MANIFEST_MARK = "vime_optim_manifest"
 
 _FORMAT = "vime_optim manifest"
 _VERSION = 1
-_READ_BYTES = 1 << 20
 _MISSING = "the file is missing"
 _NOT_PLAIN = "no plain file any more"
 _LIMIT_BYTES = 1 << 30
@@ -129,6 +129,8 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest | None:
         manifest = Manifest({}, body["save_id"], _number(body["chunk_bytes"], _MOST_CHUNK_BYTES))
         if manifest.chunk_bytes == 0:
             raise ValueError("chunks of no bytes")
+        if type(manifest.save_id) is not str:
+            raise TypeError("the save's id")
         for name, values in body["files"].items():
             manifest.add(_record_of(name, values, manifest.chunk_bytes), _items_of(values["items"]))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -193,13 +195,14 @@ class Problem:
 
     def __str__(self) -> str:
         span = f" bytes [{self.start}, {self.end})" if self.end else ""
-        keys = ""
-        if self.keys:
-            shown = ", ".join(self.keys[:3])
-            keys = f" holding {shown}" + (
-                f" and {len(self.keys) - 3} more" if len(self.keys) > 3 else ""
-            )
-        return f"{self.file}{span}{keys}: {self.what}"
+        return f"{self.file}{span}{_holding(self.keys)}: {self.what}"
+
+
+def _holding(keys: Sequence[str]) -> str:
+    if not keys:
+        return ""
+    more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+    return f" holding {', '.join(keys[:3])}{more}"
 
 
 @dataclass(frozen=True)
@@ -278,24 +281,31 @@ def _verify_chunk(directory: Path, chunk_bytes: int, wanted: tuple[Entry, int]) 
     record = entry.record
     start = number * chunk_bytes
     end = min(start + chunk_bytes, record.size_bytes)
-    if _digest(directory / record.name, start, end) == record.chunk_digests[8 * number :][:8]:
+    if digest_of(directory / record.name, start, end) == record.chunk_digests[8 * number :][:8]:
         return None
     what = "the bytes are not those that were written (digest differs)"
     return Problem(record.name, what, start, end, _keys(entry.items_in(start, end)))
 
 
-def _digest(path: Path, start: int, end: int) -> bytes:
-    """xxh3-64 of a range of a file, or of what there is of it."""
-    state = xxhash.xxh3_64()
-    buffer = memoryview(bytearray(min(_READ_BYTES, end - start)))
-    with open(path, "rb", buffering=0) as file:
-        while start < end:
-            count = os.preadv(file.fileno(), [buffer[: end - start]], start)
-            if count <= 0:
-                break
-            state.update(buffer[:count])
-            start += count
-    return state.digest()
+_LEAST_CHUNK_BYTES = 1 << 16  # a lying manifest must not make many small reads of large ones
+
+
+def checks_of(directory: str | os.PathLike[str], manifest: Manifest) -> dict[str, FileCheck]:
+    """What a load compares while it reads, by absolute path."""
+    if manifest.chunk_bytes < _LEAST_CHUNK_BYTES:
+        return {}
+
+    def name_keys(entry: Entry, start: int, end: int) -> str:
+        return _holding(_keys(entry.items_in(start, end)))
+
+    checks = {}
+    for name, entry in sorted(manifest.entries.items()):
+        path = os.path.abspath(os.path.join(directory, name))
+        record = entry.record
+        digests = record.chunk_digests
+        named = functools.partial(name_keys, entry)
+        checks[path] = FileCheck(path, record.size_bytes, manifest.chunk_bytes, digests, named)
+    return checks
 
 
 def _keys(items: Iterable[Item]) -> tuple[str, ...]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -20,8 +20,9 @@ import numpy as np
 import torch
 
 from vime_optim.errors import CheckpointError
+from vime_optim.files.checked import Chunks, FileCheck, Link
 from vime_optim.files.cores import own_cores
-from vime_optim.files.geometry import Box, Comb, combs, row_major, tiles
+from vime_optim.files.geometry import Box, Comb, combs, row_major, tiles, whole
 from vime_optim.files.plain import require_plain
 
 PIECE_BYTES = 8 << 20
@@ -41,6 +42,8 @@ _GAP_BYTES = 16 << 10
 _RUN_BYTES = 64 << 10
 _SPAN_BYTES = 1 << 20
 
+_CACHED_BYTES = 512 << 10
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -54,6 +57,8 @@ class Source:
         shape: the chunk's shape.
         offset: the box's first index in the chunk, along each axis.
         size: the box's length along each axis.
+        check: the digests of the file, where it has any that are to be compared.
+        archive: the first byte of what the chunk is stored as, and the one after its last.
     """
 
     path: str
@@ -63,6 +68,12 @@ class Source:
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     size: tuple[int, ...]
+    check: FileCheck | None = None
+    archive: tuple[int, int] = (0, 0)
+
+    @property
+    def where(self) -> str:
+        return f"{self.path}: {self.key}"
 
     @property
     def numel(self) -> int:
@@ -71,6 +82,22 @@ class Source:
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+    @property
+    def box(self) -> Box:
+        return Box(self.offset, self.size)
+
+    def span(self, box: Box) -> tuple[int, int]:
+        """The bytes of the file from the first to the last element of a box of the chunk."""
+        strides = row_major(self.shape)
+        first = sum(o * step for o, step in zip(box.offset, strides, strict=True))
+        last = first + sum((n - 1) * step for n, step in zip(box.size, strides, strict=True))
+        itemsize = self.dtype.itemsize
+        return self.start_bytes + first * itemsize, self.start_bytes + (last + 1) * itemsize
+
+    def is_one_run(self, box: Box) -> bool:
+        start, end = self.span(box)
+        return end - start == box.numel * self.dtype.itemsize
 
 
 @dataclass(slots=True)
@@ -110,6 +137,7 @@ class BoxReader:
         self._slot_bytes = wanted // self._slots_allowed & -4096
         self._free: dict[bool, deque[_Slot]] = {False: deque(), True: deque()}
         self._made = 0
+        self._chunks = Chunks(total_bytes)
 
     def __enter__(self) -> BoxReader:
         return self
@@ -117,6 +145,7 @@ class BoxReader:
     def __exit__(self, kind: Any, *_: object) -> None:
         try:
             if kind is None:
+                self._end_chunk()
                 self.drain()
         finally:
             # Threads write into tensors of the caller: never leave before they ended.
@@ -133,6 +162,7 @@ class BoxReader:
         descriptor = self._files.get(path)
         if descriptor is None:
             if len(self._files) >= _MAX_FILES:
+                self._end_chunk()
                 self.drain()
                 self._close_files()
             try:
@@ -157,12 +187,17 @@ class BoxReader:
             done: called by the calling thread, here or in a later call, when `target` holds it.
         """
         descriptor = self.open(source.path)
+        if source.check is not None:
+            _, end = source.span(whole(source.shape))
+            source.check.use(source.archive[0], source.start_bytes)
+            source.check.use(end, source.archive[1])
+            source, target = _as_one_run(source, target)
         is_direct = target.dtype == source.dtype and target.device.type == "cpu"
         # What is not contiguous goes through a buffer, even if neither dtype nor device differs.
         needs_no_buffer = is_direct and target.is_contiguous()
         limit_bytes = PIECE_BYTES if needs_no_buffer else self._slot_bytes
         strides = row_major(source.shape)
-        for box in tiles(source.size, limit_bytes // source.dtype.itemsize):
+        for box in _pieces(source, limit_bytes // source.dtype.itemsize):
             part = target if box.size == source.size else target[box.slices]
             if is_direct and part.is_contiguous():
                 entry = _Entry(None)
@@ -172,11 +207,34 @@ class BoxReader:
                 assert entry.staged is not None
                 memory = entry.staged
             wanted = box.moved(source.offset)
-            entry.future = self._pool.submit(
-                fill, descriptor, source, strides, wanted, _bytes_of(memory)
-            )
-            self._entries.append(entry)
+            link = self._link(descriptor, source, wanted)
+            words = (descriptor, source, strides, wanted, _bytes_of(memory))
+            self._submit(entry, link, *((_fill_digesting, link) if link else (fill,)), *words)
         self._entries.append(_Entry(None, done=done))
+
+    def _submit(self, entry: _Entry, link: Link | None, call: Any, *arguments: Any) -> None:
+        entry.future = self._pool.submit(call, *arguments)
+        self._entries.append(entry)
+        if link is not None:
+            link.chunk.last = entry.future
+
+    def _link(self, descriptor: int, source: Source, box: Box) -> Link | None:
+        """How a piece is to be compared. What comes in parts is left to the end of the load."""
+        check = source.check
+        if check is None:
+            return None
+        start, end = source.span(box)
+        check.use(start, end)
+        if not source.is_one_run(box) or end > check.end_of(start // check.chunk_bytes):
+            return None
+        if self._chunks.is_elsewhere(check, start):
+            self._end_chunk()
+        return self._chunks.link(check, descriptor, start, end)
+
+    def _end_chunk(self) -> None:
+        link = self._chunks.rest()
+        if link is not None:
+            self._submit(_Entry(None), link, _fill_rest, link)
 
     def drain(self) -> None:
         """Wait for everything that was started."""
@@ -252,6 +310,32 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return flat.numpy().data
 
 
+def _as_one_run(source: Source, target: torch.Tensor) -> tuple[Source, torch.Tensor]:
+    """The same box as one axis, where it lies in one run in the file and in memory: its pieces may
+    then end where a digest's chunk does."""
+    if not source.numel or not target.is_contiguous() or not source.is_one_run(source.box):
+        return source, target
+    start, _ = source.span(source.box)
+    size = (source.numel,)
+    flat = replace(source, start_bytes=start, shape=size, offset=(0,), size=size)
+    return flat, target.as_strided(size, (1,))
+
+
+def _pieces(source: Source, limit_elem: int) -> Iterator[Box]:
+    """Tiles of a box, none of which reaches over the end of a digest's chunk if it is one run."""
+    if source.check is None or len(source.size) != 1:
+        yield from tiles(source.size, limit_elem)
+        return
+    chunk_elem = source.check.chunk_bytes // source.dtype.itemsize
+    first_elem = source.span(source.box)[0] // source.dtype.itemsize
+    done = 0
+    while done < source.size[0]:
+        room = chunk_elem - (first_elem + done) % chunk_elem
+        count = min(limit_elem, room, source.size[0] - done)
+        yield Box((done,), (count,))
+        done += count
+
+
 def fill(
     descriptor: int, source: Source, strides: Sequence[int], box: Box, out: memoryview
 ) -> None:
@@ -268,6 +352,37 @@ def fill(
         nbytes = comb.numel * itemsize
         _read_comb(descriptor, source, comb, out[done : done + nbytes])
         done += nbytes
+
+
+def _fill_digesting(
+    link: Link,
+    descriptor: int,
+    source: Source,
+    strides: Sequence[int],
+    box: Box,
+    out: memoryview,
+) -> None:
+    """Each part is digested while it is in the cache of the processor that read it."""
+    at, _ = source.span(box)
+    link.begin(_gap(link))
+    for done in range(0, len(out), _CACHED_BYTES):
+        part = out[done : done + _CACHED_BYTES]
+        _read(descriptor, source, at + done, part)
+        link.digest(part)
+    link.end()
+
+
+def _fill_rest(link: Link) -> None:
+    """Read what is missing of a chunk for its digest alone; runs in a thread."""
+    link.begin(_gap(link))
+    link.end()
+
+
+def _gap(link: Link) -> memoryview:
+    gap = memoryview(bytearray(link.gap_bytes))
+    if gap:
+        _read(link.chunk.descriptor, link.chunk.check, link.start, gap)
+    return gap
 
 
 def _read_comb(descriptor: int, source: Source, comb: Comb, out: memoryview) -> None:
@@ -292,7 +407,7 @@ def _read_comb(descriptor: int, source: Source, comb: Comb, out: memoryview) -> 
             )
 
 
-def _read(descriptor: int, source: Source, at: int, out: memoryview) -> None:
+def _read(descriptor: int, what: Source | FileCheck, at: int, out: memoryview) -> None:
     done = 0
     while done < len(out):
         try:
@@ -300,19 +415,19 @@ def _read(descriptor: int, source: Source, at: int, out: memoryview) -> None:
         except OSError as error:
             raise CheckpointError(
                 "a file of the checkpoint cannot be read",
-                where=f"{source.path}: {source.key}",
+                where=what.where,
                 got=f"{type(error).__name__}: {error.strerror}",
             ) from error
         if count <= 0:
-            raise ends_early(source.path, source.key, at + done, at + len(out))
+            raise ends_early(what.where, at + done, at + len(out))
         done += count
 
 
-def ends_early(path: str, key: str, size_bytes: int, needed_bytes: int) -> CheckpointError:
+def ends_early(where: str, size_bytes: int, needed_bytes: int) -> CheckpointError:
     """The error for a file that is shorter than the tensor in it needs."""
     return CheckpointError(
         "a file of the checkpoint ends before its tensor does",
-        where=f"{path}: {key}",
+        where=where,
         got=f"{size_bytes} bytes",
         expected=f"at least {needed_bytes} bytes",
         next_step="copy the file again from its source, or load another checkpoint",

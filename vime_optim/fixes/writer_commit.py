@@ -73,6 +73,7 @@ def _wrap_load(original: Any, hit: Hit) -> Any:
     def load(*args: Any, **kwargs: Any) -> Any:
         from vime_optim.async_save import guard
         from vime_optim.commit import agreement, load_check, loading
+        from vime_optim.files.checked import comparing
 
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
@@ -89,9 +90,11 @@ def _wrap_load(original: Any, hit: Hit) -> Any:
             operation = agreement.Operation(_NOT_LOADED, directory, CheckpointError, _LOAD_AGAIN)
         template = bound.arguments["sharded_state_dict"]
         with loading.into(template, directory, operation), agreement.together(operation):
-            load_check.check_before_load(directory, collective=not alone)
+            checks = load_check.check_before_load(directory, collective=not alone)
             with load_check.errors_of_ours(directory):
-                loaded = original(*args, **kwargs)
+                with comparing(checks.files):
+                    loaded = original(*args, **kwargs)
+                checks.settle()
             agreement.point()
         return loaded
 

@@ -16,6 +16,7 @@ import torch
 
 from vime_optim.counters import counters
 from vime_optim.errors import CheckpointError
+from vime_optim.files.checked import check_of
 from vime_optim.files.frames import Layouts
 from vime_optim.files.items import FileWindow, ImpossibleTensor, audit_item
 from vime_optim.files.plain import no_archive
@@ -54,7 +55,7 @@ def read_data(reader: Any, original: Any, plan: Any, planner: Any) -> Any:
     tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
     others = [item for item in plan.items if item.type != LoadItemType.TENSOR]
     stored = reader.storage_data
-    tensors.sort(key=lambda item: _place(stored[item.storage_index]))
+    tensors.sort(key=lambda item: (_place(stored[item.storage_index]), item.storage_offsets))
     left: list[Any] = []
     layouts = Layouts()
     set_deferring(planner, True)
@@ -72,6 +73,8 @@ def read_data(reader: Any, original: Any, plan: Any, planner: Any) -> Any:
     for item in left:
         _read_by_torch(reader, original, plan, planner, item)
     try:
+        for item in others:
+            _use(reader, item)
         return original(replace(plan, items=others), planner)
     except Exception:
         for item in others:  # which one was it?
@@ -104,7 +107,7 @@ def _locate(reader: Any, boxes: BoxReader, layouts: Layouts, item: Any) -> Sourc
     key = item.storage_index.fqn
     size_bytes = os.fstat(descriptor).st_size
     if info.offset + info.length > size_bytes:
-        raise ends_early(path, key, size_bytes, info.offset + info.length)
+        raise ends_early(f"{path}: {key}", size_bytes, info.offset + info.length)
     try:
         layout = layouts.find(descriptor, info.offset, info.length, f"{path}: {key}")
     except ImpossibleTensor as error:
@@ -117,7 +120,17 @@ def _locate(reader: Any, boxes: BoxReader, layouts: Layouts, item: Any) -> Sourc
         return None
     if any(o + n > whole for o, n, whole in zip(offset, size, layout.shape, strict=True)):
         return None
-    return Source(path, key, layout.dtype, layout.start_bytes, layout.shape, offset, size)
+    place = (info.offset, info.offset + info.length)
+    where = (layout.start_bytes, layout.shape, offset, size)
+    return Source(path, key, layout.dtype, *where, check_of(path), place)
+
+
+def _use(reader: Any, item: Any) -> None:
+    """Note that torch's reader reads all of an item."""
+    info = reader.storage_data[item.storage_index]
+    check = check_of(os.fspath(reader.fs.concat_path(reader.path, info.relative_path)))
+    if check is not None:
+        check.use(info.offset, info.offset + info.length)
 
 
 def _start(boxes: BoxReader, source: Source, item: Any, planner: Any) -> bool:
@@ -138,6 +151,7 @@ def _start(boxes: BoxReader, source: Source, item: Any, planner: Any) -> bool:
 
 def _read_by_torch(reader: Any, original: Any, plan: Any, planner: Any, item: Any) -> None:
     counters[_TORCH_READ] += 1
+    _use(reader, item)
     info = reader.storage_data[item.storage_index]
     path = os.fspath(reader.fs.concat_path(reader.path, info.relative_path))
     if not getattr(info, "transform_descriptors", None):
