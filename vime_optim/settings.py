@@ -61,10 +61,10 @@ def _choice(*allowed: str) -> Callable[[str], str]:
 
 def _verify(text: str) -> str:
     """It was a flag once."""
-    text = text.strip().lower()
-    if text in _TRUE | _FALSE:
+    try:
         return "all" if _flag(text) else "off"
-    return _choice("read", "all", "off")(text)
+    except ValueError:
+        return _choice("read", "all", "off")(text)
 
 
 def _setting(name: str, parse: Callable[[str], Any], default: Any, doc: str) -> Any:

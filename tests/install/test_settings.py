@@ -73,3 +73,19 @@ def test_a_second_install_asks_for_nothing_or_the_same() -> None:
     vime_optim.uninstall()
     vime_optim.install(sharding="error")
     assert settings.current().sharding == "error"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [(None, "read"), ("read", "read"), ("all", "all"), ("1", "all"), ("off", "off"), ("0", "off")],
+)
+def test_verify_was_a_flag(text: str | None, value: str) -> None:
+    environ = {} if text is None else {"VIME_OPTIM_VERIFY": text}
+    assert settings.Settings.load(environ).verify == value
+
+
+def test_verify_as_an_argument() -> None:
+    assert settings.Settings.load({}, verify=True).verify == "all"
+    assert settings.Settings.load({}, verify=False).verify == "off"
+    with pytest.raises(SettingsError, match="one of read, all, off"):
+        settings.Settings.load({}, verify="sometimes")
