@@ -168,10 +168,11 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str,
 
 
 def raised_everywhere(ranks: list[dict[str, Any]], *words: str) -> None:
+    """Every rank raises the cause itself. One that waits for another in vain would not: the launch
+    would be killed, or the wait would raise what torch says of it."""
     for outcome in ranks:
         raised = outcome["raised"]
         assert raised["type"] == "WriterError", raised
-        assert raised["seconds"] < 15, raised
         for word in words:
             assert word in raised["text"], raised["text"]
 

@@ -6,6 +6,7 @@ else in Python, because the training's own Python waits meanwhile.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import queue
@@ -35,7 +36,8 @@ from vime_optim.optimizer.update_order import Owner, UpdateOrder, tensors_in
 
 logger = logging.getLogger(__name__)
 
-_AHEAD_AFTER_S = 0.5  # a save that takes longer than this gets its buffers ready
+_AHEAD_AFTER_S = 0.5  # a save that takes longer than this copies device memory ahead
+_SLOW_S = 1.0  # one that needs longer than this from now on is helped by copies of host memory
 _LOOK_S = 0.5  # how often a wait looks whether the writers still get on
 _UPDATED = (
     "a tensor was updated in place while its checkpoint was being written, by code that does not"
@@ -80,12 +82,14 @@ class SaveJob:
         self._running = len(self.files)
         self._threads: list[threading.Thread] = []
         self._previous: SaveJob | None = None
-        self._progress_s = 0.0
+        self._began_s = self._progress_s = 0.0
         self._device: int | None = None
-        self.units = sorted(
-            itertools.chain.from_iterable(file.units for file in self.files),
-            key=lambda unit: unit.first_position,
-        )
+        # As the writers take them: all files at a time, each in the order of the update.
+        rows = itertools.zip_longest(*(file.units for file in self.files))
+        self.units = [unit for row in rows for unit in row if unit is not None]
+        self.units.sort(key=lambda unit: unit.first_position)
+        self._left_bytes = sum(unit.nbytes for unit in self.units)
+        self._done_bytes = 0
         self._containers = order.containers
         self._of_owner = _units_of_owners(order.owners, self.units)
         # Kept alive: owners are told apart by id.
@@ -129,20 +133,25 @@ class SaveJob:
             units = self._overlapping(tensors_in(optimizer))
         elif not after and not self._update_began:
             self._update_began = True  # the rest of the update is to come
-            stage.copiers().submit(self._copy_rest)
+            if self._is_slow():
+                stage.copiers().submit(self._copy_ahead, self.units)
         self.settle(units)
 
-    def _copy_rest(self) -> None:
-        """Copy ahead of an update that has begun, in its order, while there is room."""
-        for unit in self.units:
-            if self.over.is_set():
+    def _is_slow(self) -> bool:
+        """Whether the writers, at the pace that they have had, are still far from the end."""
+        passed_s = time.monotonic() - self._began_s
+        return self._left_bytes * passed_s > _SLOW_S * self._done_bytes
+
+    def _copy_ahead(self, units: Iterable[Unit]) -> None:
+        """Copy one after the other of what nobody reads yet, while there is room."""
+        for unit in units:
+            if self._stop or self.over.is_set():
                 return
-            if unit.state == PENDING:
-                room = self._claim(unit)
-                if room is None and unit.state == PENDING:
-                    return
-                if room is not None:
-                    self._copy_one(unit, room)
+            room = self._claim(unit)
+            if room is not None:
+                self._copy_one(unit, room)
+            elif unit.state == PENDING:  # no room
+                return
 
     def before_change(self, tensors: Iterable[torch.Tensor] | None) -> None:
         """These tensors (None: any) are about to change."""
@@ -175,18 +184,15 @@ class SaveJob:
         counters["async save waits, milliseconds"] += round(1000 * waited_s)
 
     def _copy(self, units: Sequence[Unit]) -> list[Unit]:
-        """Copy those that nobody reads yet, while there is room. Returns what is left."""
-        chosen: list[tuple[Unit, Room]] = []
-        for unit in units:
-            must = unit.unknown and unit.on_device
-            room = self._claim(unit, force=must)
+        """Copy those that nobody reads yet, while there is room, from the last one on: the writers
+        come from the first. Returns what is left."""
+        copies = []
+        for unit in reversed(units):
+            room = self._claim(unit, force=unit.unknown and unit.on_device)
             if room is not None:
-                chosen.append((unit, room))
-        if len(chosen) == 1:
-            self._copy_one(*chosen[0])
-        elif chosen:
-            for done in [stage.copiers().submit(self._copy_one, *pair) for pair in chosen]:
-                done.result()
+                copies.append(stage.copiers().submit(self._copy_one, unit, room))
+        for copy in copies:
+            copy.result()
         return [unit for unit in units if unit.state in (PENDING, TAKEN)]
 
     def _claim(self, unit: Unit, *, force: bool = False) -> Room | None:
@@ -225,7 +231,7 @@ class SaveJob:
         if self._device is None or not unit.on_device:
             return unit.fill(room.buffer)
         torch.cuda.set_device(self._device)  # a new thread starts on device 0
-        stream = _side_stream()
+        stream = _side_stream(self._device)
         with torch.cuda.stream(stream):
             view = unit.fill(room.buffer)
         stream.synchronize()
@@ -254,6 +260,7 @@ class SaveJob:
             self._progress_s = time.monotonic()  # the older save's own time limit counts
             self._check_stop()
         self._previous = None
+        self._began_s = self._began_s or time.monotonic()
 
     def _write_units(self, plan: FilePlan) -> FileRecord:
         with torch.no_grad(), DigestingFile(plan.path, beside=False) as file:
@@ -291,26 +298,20 @@ class SaveJob:
         with self._changed:
             unit.release()
             unit.state = DONE
+            self._done_bytes += unit.nbytes
+            self._left_bytes -= unit.nbytes
             self._progress_s = time.monotonic()
             self._changed.notify_all()
 
     def _get_ready(self) -> None:
-        """In a save that takes long: copy device memory ahead, and have buffers for the rest."""
+        """In a save that takes long: copy device memory ahead, last first; then have the memory of
+        buffers in place for what is left."""
         if self.over.wait(_AHEAD_AFTER_S):
             return
-        wanted = sum(unit.state == PENDING and not unit.on_device for unit in self.units)
-        for unit in self.units:
-            if self._stop or self.over.is_set():
-                return
-            if unit.state != PENDING:
-                wanted -= not unit.on_device
-                continue
-            if not unit.on_device:
-                if stage.pool.free < wanted and not stage.pool.make_ready():
-                    return
-            elif (room := self._claim(unit)) is not None:
-                self._copy_one(unit, room)
-            elif unit.state == PENDING:  # no room
+        self._copy_ahead(unit for unit in reversed(self.units) if unit.on_device)
+        while self._is_slow() and not self._stop and not self.over.is_set():
+            wanted = sum(unit.state == PENDING and not unit.on_device for unit in self.units)
+            if stage.pool.free >= wanted or not stage.pool.make_ready():
                 return
 
     # The end.
@@ -384,14 +385,7 @@ def _units_of_owners(
     return found
 
 
-class _PerThread(threading.local):
-    stream: Any = None
-
-
-_thread = _PerThread()
-
-
-def _side_stream() -> Any:
-    if _thread.stream is None:
-        _thread.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    return _thread.stream
+@functools.cache
+def _side_stream(device: int) -> Any:
+    """One for all threads, so that what they decode takes turns in the same device memory."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -8,26 +8,22 @@ where they are. What is on a device, coded, or not contiguous is first brought i
 from __future__ import annotations
 
 import ctypes
-import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from vime_optim.files.archive import ALIGNMENT_BYTES, archive_frame, storage_type
-from vime_optim.files.fastfile import Extent, saved_by_torch
+from vime_optim.files.fastfile import CHUNK_BYTES, Extent, parts_of
 from vime_optim.files.lazy import LazyValue
 from vime_optim.optimizer.update_order import Span, UpdateOrder, sources_of, span_of
 
-UNIT_BYTES = 32 << 20
-"""The most that one unit holds. Large, because each one costs some turns of the interpreter."""
+UNIT_BYTES = CHUNK_BYTES
+"""The most that one unit holds: what one digest covers, and one call writes."""
 
-_BLOCK_BYTES = 8 << 20  # coded states are decoded this much at a time
+_BLOCK_BYTES = 16 << 20  # coded states are decoded this much at a time, in device memory
+
 _ITEMS_PER_UNIT = 64  # so that an update does not wait for many tensors that are not its own
-
-_MOST_FRAMES = 1 << 16
-_frames: dict[Any, tuple[bytes, bytes]] = {}  # by shape and dtype: pickling takes 0.1 ms each
 
 PENDING, TAKEN, COPIED, DONE = range(4)
 """States of a unit: not read yet; being read; a copy of it waits to be written; written."""
@@ -71,7 +67,7 @@ class TensorBytes:
         self.nbytes = nbytes
 
     def fill(self, room: torch.Tensor) -> None:
-        flat = self._tensor.contiguous().reshape(-1).view(torch.uint8)
+        flat = self._tensor.reshape(-1).view(torch.uint8)
         room.copy_(flat[self._start : self._start + self.nbytes], non_blocking=True)
 
 
@@ -198,30 +194,15 @@ class _Layout:
         self._at = 0
 
     def add(self, name: str, data: Any) -> None:
-        self._constant(bytes(-self._at % ALIGNMENT_BYTES))
+        padding, *parts = parts_of(data, self._at)
+        self._constant(padding)
         offset = self._at
-        if isinstance(data, io.BytesIO):
-            self._constant(data.getbuffer())
-        else:
-            self._tensor(name, data.detach())
+        for part in parts:
+            if isinstance(part, torch.Tensor):
+                self._elements(name, part.detach())
+            else:
+                self._constant(part)
         self._plan.extents.append(Extent(offset, self._at - offset))
-
-    def _tensor(self, name: str, tensor: torch.Tensor) -> None:
-        if tensor.device.type == "meta":
-            raise ValueError(f"a tensor of the meta device has nothing to write: {name}")
-        kind = storage_type(tensor)
-        if kind is None:
-            self._constant(saved_by_torch(tensor))
-            return
-        key = (tuple(tensor.shape), tensor.dtype)
-        if key not in _frames:
-            if len(_frames) >= _MOST_FRAMES:
-                _frames.clear()
-            _frames[key] = archive_frame(tensor, kind)
-        head, tail = _frames[key]
-        self._constant(head)
-        self._elements(name, tensor)
-        self._constant(tail)
 
     def _elements(self, name: str, tensor: torch.Tensor) -> None:
         nbytes = tensor.numel() * tensor.element_size()

@@ -142,5 +142,5 @@ def file_count(stock: int, items: Any) -> int:
 def _item_bytes(item: Any) -> int:
     if item.type == WriteItemType.BYTE_IO or item.tensor_data is None:
         return 0
-    itemsize = torch.empty((), dtype=item.tensor_data.properties.dtype, device="meta").itemsize
-    return int(item.tensor_data.chunk.sizes.numel()) * itemsize
+    data = item.tensor_data
+    return int(data.chunk.sizes.numel()) * int(data.properties.dtype.itemsize)

@@ -30,9 +30,11 @@ from vime_optim.files.archive import ALIGNMENT_BYTES, archive_frame, storage_typ
 from vime_optim.files.lazy import LazyValue
 from vime_optim.files.window import WINDOW_BYTES, HostWindow
 
-CHUNK_BYTES = 8 << 20
-"""A digest covers this many bytes of a file (the last one of a file: fewer)."""
+CHUNK_BYTES = 64 << 20
+"""A digest covers this many bytes of a file (the last one of a file: fewer). Large, because each
+digest of an async save costs a turn of the interpreter's lock, as each write does."""
 
+_PIECE_BYTES = 8 << 20  # written, and handed to the digester, at a time: what a cache holds
 _MOST_VIEWS = 512  # in one call; the kernel takes 1024
 _TRAILER_MAGIC = b"vime_optim file "
 STAMP_BYTES = 16
@@ -97,12 +99,13 @@ class DigestingFile:
         """Write all of a bytes-like object. Returns its number of bytes."""
         view = memoryview(data).cast("B") if not isinstance(data, bytes) else memoryview(data)
         done = 0
+        piece_bytes = min(_PIECE_BYTES, CHUNK_BYTES)
         while done < len(view):
-            room = CHUNK_BYTES - self.position % CHUNK_BYTES
+            room = piece_bytes - self.position % piece_bytes
             piece = view[done : done + room]
             self._parts.append(piece)
             if len(piece) == room:
-                self._digest(ends_chunk=True)
+                self._digest(ends_chunk=(self.position + room) % CHUNK_BYTES == 0)
             _write_all(self._fd, piece)
             done += len(piece)
             self.position += len(piece)
@@ -145,12 +148,6 @@ class DigestingFile:
         for job in self._jobs:
             job.result()
         self._jobs.clear()
-
-    def align(self) -> None:
-        """Pad with zeros to the next 64-byte boundary."""
-        rest = -self.position % ALIGNMENT_BYTES
-        if rest:
-            self.write(bytes(rest))
 
     def finish(self, name: str) -> FileRecord:
         """Write the trailer, bring everything to stable storage and close."""
@@ -262,32 +259,56 @@ def write_file(
     window = HostWindow()
     with DigestingFile(path, progress) as file:
         for data in items:
-            file.align()
+            padding, *parts = parts_of(data, file.position)
+            file.write(padding)
             offset = file.position
-            if isinstance(data, io.BytesIO):
-                file.write(data.getbuffer())
-            else:
-                _write_tensor(file, data, window)
+            for part in parts:
+                if isinstance(part, torch.Tensor):
+                    _write_elements(file, part, window)
+                else:
+                    file.write(part)
             extents.append(Extent(offset, file.position - offset))
         return extents, file.finish(name)
 
 
-def _write_tensor(file: DigestingFile, tensor: torch.Tensor, window: HostWindow) -> None:
-    """Write what `torch.save(tensor.contiguous())` stands for, as if it were a host tensor."""
-    if tensor.device.type == "meta":
-        raise ValueError(f"a tensor of the meta device has nothing to write: {tuple(tensor.shape)}")
-    kind = storage_type(tensor)
+_MOST_FRAMES = 1 << 16
+_frames: dict[Any, tuple[bytes, bytes]] = {}  # by shape and dtype: pickling takes 0.1 ms each
+
+
+def parts_of(data: io.BytesIO | torch.Tensor, position: int) -> list[Any]:
+    """What an item is in its file: padding to the next 64 bytes, and then its bytes, in order, with
+    the tensor standing for its elements.
+
+    Args:
+        data: the item.
+        position: where in the file it comes.
+
+    Raises:
+        ValueError: a tensor without memory (of the meta device).
+    """
+    padding = bytes(-position % ALIGNMENT_BYTES)
+    if isinstance(data, io.BytesIO):
+        return [padding, data.getbuffer()]
+    if data.device.type == "meta":
+        raise ValueError(f"a tensor of the meta device has nothing to write: {tuple(data.shape)}")
+    kind = storage_type(data)
     if kind is None:
-        file.write(saved_by_torch(tensor))
-        return
-    head, tail = archive_frame(tensor, kind)
-    file.write(head)
+        return [padding, _saved_by_torch(data)]
+    key = (tuple(data.shape), data.dtype)
+    if key not in _frames:
+        if len(_frames) >= _MOST_FRAMES:
+            _frames.clear()
+        _frames[key] = archive_frame(data, kind)
+    head, tail = _frames[key]
+    return [padding, head, data, tail]
+
+
+def _write_elements(file: DigestingFile, tensor: torch.Tensor, window: HostWindow) -> None:
     if isinstance(tensor, LazyValue):
         for block in tensor.blocks(WINDOW_BYTES // tensor.element_size()):
             _write_bytes(file, block, window)
     else:
         _write_bytes(file, tensor, window)
-    file.write(tail)
 
 
 def _write_bytes(file: DigestingFile, tensor: torch.Tensor, window: HostWindow) -> None:
@@ -299,7 +320,7 @@ def _write_bytes(file: DigestingFile, tensor: torch.Tensor, window: HostWindow) 
         file.write(piece)
 
 
-def saved_by_torch(tensor: torch.Tensor) -> memoryview:
+def _saved_by_torch(tensor: torch.Tensor) -> memoryview:
     """What `torch.save` makes of a tensor that is not plain."""
     buffer = io.BytesIO()
     torch.save(tensor.detach().to("cpu", copy=True), buffer)

@@ -54,13 +54,16 @@ def sources_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [tensor]
 
 
+_HOLD_NOTHING = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
+
+
 def tensors_in(obj: Any) -> Iterator[torch.Tensor]:
     """Every tensor that an update of `obj` (an optimizer, or containers of them) may change."""
     seen: set[int] = set()
     stack = [obj]
     while stack:
         current = stack.pop()
-        if id(current) in seen:
+        if type(current) in _HOLD_NOTHING or id(current) in seen:
             continue
         seen.add(id(current))
         if isinstance(current, torch.Tensor):
@@ -114,17 +117,19 @@ class UpdateOrder:
     """ids of optimizers that only call other ones."""
     _steps: _Spans = field(default_factory=lambda: _Spans())
     _after: _Spans = field(default_factory=lambda: _Spans())
+    _found: dict[tuple[Span, ...], list[int]] = field(default_factory=dict)
 
     def positions_of(self, tensor: torch.Tensor) -> list[int]:
         """Numbers of the owners that change memory of `tensor`, first to last; [] when no
         optimizer is known to own it."""
-        found: set[int] = set()
-        for source in sources_of(tensor):
-            span = span_of(source)
-            if span is not None:
+        spans = tuple(filter(None, map(span_of, sources_of(tensor))))
+        if spans not in self._found:
+            found: set[int] = set()
+            for span in spans:
                 found |= self._steps.overlapping(span)
                 found |= self._after.overlapping(span)
-        return sorted(found)
+            self._found[spans] = sorted(found)
+        return self._found[spans]
 
     def add(self, owner: Owner, tensors: Iterable[torch.Tensor]) -> None:
         spans = self._after if owner.after else self._steps

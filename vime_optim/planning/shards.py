@@ -95,10 +95,11 @@ def _group_of(shard: Any) -> tuple[Any, ...] | None:
     if shard.flattened_range is not None or len(shard.global_offset) != len(shard.global_shape):
         return None
     group = (shard.key, *(getattr(shard, name) for name in _SAME))
+    if not all(isinstance(n, int) and 0 <= n < 1 << 63 for n in shard.global_offset):
+        return None
     try:
         hash((group, shard.replica_id))
-        np.array(shard.global_offset, dtype=np.int64)
-    except (TypeError, ValueError, OverflowError):
+    except TypeError:
         return None
     return group
 
