@@ -3,7 +3,8 @@
 Variants take turns in one run: stock's temporal and persistent callers, nvidia-resiliency-ext, and
 vime_optim. Figures of the slower rank: seconds that the call blocks, that the updates after it take
 longer, until the save is finalized; extra host and device memory, processes, /dev/shm; slowdown of
-a loop of plain Python beside the writers. `lost` is blocked call + longer updates.
+a loop of plain Python beside the writers, and the seconds that it lost until the end of the save.
+`lost` is blocked call + longer updates. The first save of a process is told apart.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from benchmarks.stall_rank import VARIANTS
 
 _GIB = 1 << 30
 COLUMNS = (
-    ("lost_s", "lost, s"),
+    ("first_lost_s", "first save lost, s"),
+    ("lost_s", "later saves, s"),
     ("blocked_s", "call, s"),
     ("longer_updates_s", "updates, s"),
     ("finalized_s", "finalized after, s"),
     ("loop_slowdown", "Python slower, %"),
+    ("loop_lost_s", "Python lost, s"),
     ("host_extra_bytes", "host, GiB"),
     ("device_extra_bytes", "device, GiB"),
     ("shared_bytes", "/dev/shm, GiB"),
@@ -117,12 +120,25 @@ def _importable(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
+def together(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Several results as one, with every backend, target and variant of them."""
+    whole = dict(results[0], turns=[turn for result in results for turn in result["turns"]])
+    whole["options"] = dict(whole["options"])
+    for name in ("backends", "targets", "variants"):
+        values = [value for result in results for value in result["options"][name]]
+        whole["options"][name] = [v for n, v in enumerate(values) if v not in values[:n]]
+    return whole
+
+
 def value_of(result: dict[str, Any], name: str, **where: str) -> float | None:
-    """Median over the rounds that count, each of its slower (or larger) rank."""
+    """Median over the rounds, each of its slower (or larger) rank; of the first round for a name
+    that begins with `first_`, of the later ones for others."""
+    first = name.startswith("first_")
+    name = name.removeprefix("first_")
     values = [
         max(rank[name] for rank in turn["ranks"])
         for turn in result["turns"]
-        if turn["round"] >= 0
+        if (turn["round"] < 0) == first
         and all(turn[key] == wanted for key, wanted in where.items())
         and all(name in rank for rank in turn["ranks"])
     ]
@@ -146,7 +162,7 @@ def table(result: dict[str, Any]) -> str:
 
 def _cell(name: str, value: float | None) -> str:
     if value is None:
-        return "failed"
+        return "not run"
     if name.endswith("_bytes"):
         return f"{value / _GIB:.2f}"
     if name == "loop_slowdown":
@@ -155,27 +171,38 @@ def _cell(name: str, value: float | None) -> str:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Lost training time by variant: the blocked call, and the longer updates on top."""
+    """Lost training time by variant, of the first save and of later ones; light and dark."""
     from matplotlib.figure import Figure
+
+    from benchmarks.plots import _darken
 
     options = result["options"]
     targets, backends = options["targets"], options["backends"]
-    figure = Figure(figsize=(4 * len(targets), 3.2 * len(backends)))
+    figure = Figure(figsize=(4.4 * len(targets), 2.6 * len(backends)))
     axes = figure.subplots(len(backends), len(targets), squeeze=False)
     for row, backend in zip(axes, backends, strict=True):
         for axis, target in zip(row, targets, strict=True):
             for number, variant in enumerate(options["variants"]):
                 place = {"backend": backend, "target": target["name"], "variant": variant}
-                call = value_of(result, "blocked_s", **place) or 0.0
-                longer = value_of(result, "longer_updates_s", **place) or 0.0
-                axis.barh(number, call, color="#4477aa")
-                axis.barh(number, longer, left=call, color="#ccbb44")
+                for name, color, shift in (
+                    ("first_lost_s", "#bbbbbb", -0.2),
+                    ("lost_s", "#aa3377", 0.2),
+                ):
+                    value = value_of(result, name, **place)
+                    text = " not run" if value is None else f" {value:.2f} s"
+                    axis.barh(number + shift, value or 0.0, 0.4, color=color)
+                    axis.annotate(text, (value or 0.01, number + shift), va="center", fontsize=7)
+            axis.set_xscale("log")
+            axis.set_xlim(0.01, 300)
             axis.set_yticks(range(len(options["variants"])), options["variants"], fontsize=8)
             axis.invert_yaxis()
             axis.set_title(f"{backend}, {target['name']}", fontsize=9)
-            axis.set_xlabel("lost training time, s: call, longer updates", fontsize=8)
+    title = "training time that an async save costs, s (grey: the first one of a process)"
+    figure.suptitle(title, fontsize=10)
     figure.tight_layout()
-    figure.savefig(path)
+    figure.savefig(path, dpi=110)
+    _darken(figure)
+    figure.savefig(path.with_name(f"{path.stem}_dark.png"), dpi=110)
 
 
 def _parse(words: list[str] | None = None) -> argparse.Namespace:
@@ -198,6 +225,7 @@ def _parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--commit", default="")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
+    parser.add_argument("--report", type=Path, nargs="+", help="results to show again, as one")
     arguments = parser.parse_args(words)
     arguments.backend = arguments.backend or ["hybrid", "fused-rem"]
     return arguments
@@ -205,6 +233,12 @@ def _parse(words: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     arguments = _parse()
+    if arguments.report:
+        result = together([json.loads(path.read_text()) for path in arguments.report])
+        if arguments.plot:
+            plot(result, arguments.plot)
+        print(table(result))
+        return
     result = run(arguments)
     for folder in (arguments.shm, arguments.disk):
         shutil.rmtree(folder, ignore_errors=True)

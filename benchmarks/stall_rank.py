@@ -35,6 +35,9 @@ class Turn:
     """One save of one variant to one target, and the updates after it."""
 
     def __init__(self, job: Any, options: dict[str, Any], meter: Any) -> None:
+        from benchmarks.beside import python_loop
+
+        self.loop_rate = python_loop
         self.job = job
         self.interval_s = float(options["interval_s"])
         self.simulated = options["device"] == "cpu"
@@ -53,17 +56,6 @@ class Turn:
         self._synchronize()
         return time.perf_counter() - began
 
-    def loop_rate(self, seconds: float) -> float:
-        """Rounds a second of plain Python for `seconds`."""
-        rounds = 0
-        value = {}
-        began = time.perf_counter()
-        while (passed := time.perf_counter() - began) < seconds:
-            for number in range(200):
-                value[number & 31] = number * 3 ^ rounds
-            rounds += 1
-        return rounds / passed
-
     def _synchronize(self) -> None:
         if not self.simulated:
             import torch
@@ -81,14 +73,19 @@ class Turn:
     def measure(self, variant: str, directory: Path, queue: Any) -> dict[str, Any]:
         """Save and train until the save is finalized."""
         baseline = self.baseline()
+        loop_rate = baseline["loop_rate"]
         found, phase = self.meter.phase(lambda: self._save_and_train(variant, directory, queue))
+        # Before and after: other guests of a machine come and go.
+        loop_rate = (loop_rate + statistics.median(self.loop_rate(0.3) for _ in range(3))) / 2
+        slowdowns = [1 - rate / loop_rate for rate in found.pop("loop_rates")]
         longer_s = sum(max(0.0, s - baseline["update_s"]) for s in found["updates_s"])
         return {
             **found,
             "baseline": baseline,
             "longer_updates_s": longer_s,
             "lost_s": found["blocked_s"] + longer_s,
-            "loop_slowdown": 1 - found["loop_rate"] / baseline["loop_rate"],
+            "loop_slowdown": statistics.median(slowdowns),
+            "loop_lost_s": sum(slowdowns) * _SLICE_S,
             "host_extra_bytes": phase.host_extra_bytes,
             "device_extra_bytes": phase.device_extra_bytes,
             "waits": _waits(),
@@ -122,7 +119,7 @@ class Turn:
             "blocked_s": blocked_s,
             "updates_s": updates,
             "finalized_s": finalized_s or time.perf_counter() - began,
-            "loop_rate": statistics.median(rates),
+            "loop_rates": rates,
             "shared_bytes": shared_bytes,
             "extra_processes": extra_processes,
         }

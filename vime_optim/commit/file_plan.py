@@ -91,15 +91,16 @@ def save_function_and_args(writer: Any) -> Any:
 
 
 def _split(items: Any, bins: int, planner: Any, order: UpdateOrder) -> list[list[tuple[Any, Any]]]:
-    """Spread the items over `bins` files by bytes, each file in the order of the next update."""
+    """Spread the items over `bins` files by bytes, each file in the order of the next update: what
+    is on a device first, as a unit that is written at a time is of one kind."""
     pairs = []
     for item in items:
         data = planner.resolve_data(item)
-        position = (-1, False)
+        position = (False, -1)
         if item.type != WriteItemType.BYTE_IO:
             data = _as_written(data)
             first = min(order.positions_of(data), default=len(order.owners))
-            position = (first, data.device.type != "cpu")  # units are of one kind
+            position = (data.device.type == "cpu", first)
         pairs.append((position, item, data))
     pairs.sort(key=lambda row: row[0])
     files: list[list[tuple[Any, Any]]] = [[] for _ in range(bins)]
