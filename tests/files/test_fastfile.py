@@ -150,8 +150,12 @@ def test_data_is_aligned_for_mapping(tmp_path: Path) -> None:
         assert raw.index(bytes(tensor.numpy().tobytes()), extent.offset) % 64 == 0
 
 
-def test_chunks_are_digested_across_items(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("piece_bytes", [250, 1000, 8 << 20])
+def test_chunks_are_digested_across_items(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, piece_bytes: int
+) -> None:
     monkeypatch.setattr(fastfile, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(fastfile, "_PIECE_BYTES", piece_bytes)
     _, record = fastfile.write_file(tmp_path / "x", "x", [torch.rand(n) for n in (10, 900, 300)])
     assert len(record.chunk_digests) == 8 * -(-record.size_bytes // 1000)
     assert fastfile.digest_file(tmp_path / "x").chunk_digests == record.chunk_digests
