@@ -46,7 +46,7 @@ class Writers:
         self._ended = False
         sources = [torch.ones(each_bytes, dtype=torch.uint8).numpy() for _ in range(threads)]
         self._threads = [
-            threading.Thread(target=self._write, args=(number, memoryview(source)), daemon=True)
+            threading.Thread(target=self._write, args=(number, memoryview(source)), daemon=True)  # type: ignore[arg-type]
             for number, source in enumerate(sources)
         ]
         for thread in self._threads:

@@ -34,7 +34,7 @@ class Saved:
         order.add(Owner(self.optimizer, after=False), self.tensors)
         self.results: queue.Queue[Any] = queue.Queue()
         self.paths = [folder / f"{number}.distcp" for number in range(2)]
-        buckets = [
+        buckets: list[Any] = [
             (path, path.name, ([], [(SimpleNamespace(index=MetadataIndex(path.name)), tensor)]))
             for path, tensor in zip(self.paths, self.tensors, strict=True)
         ]
