@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -198,3 +200,32 @@ def test_ours_is_asked_by_path(path: Path) -> None:
         assert checked.check_of(str(path.parent / "." / path.name)) is check
         assert checked.check_of(str(path) + "x") is None
     assert checked.check_of(str(path)) is None
+
+
+def test_parts_are_digested_in_order(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the thread with the first part of a chunk is the slower one."""
+    first = threading.Event()
+    real = reading._read
+
+    def late(descriptor: int, what: Any, at: int, out: memoryview) -> None:
+        real(descriptor, what, at, out)
+        if at == 0:
+            first.wait(0.2)
+
+    monkeypatch.setattr(reading, "_read", late)
+    check = check_of(path)
+    read(check, [(0, 1000), (1000, 2000), (2000, CHUNK_BYTES)])
+    assert check.right == {0}
+
+
+def test_the_head_of_an_archive_counts(path: Path) -> None:
+    """It says what the elements are, and may lie in the chunk before theirs."""
+    check = check_of(path)
+    box = source(check, CHUNK_BYTES + 64, CHUNK_BYTES + 100)
+    with BoxReader(0, threads=2) as reader:
+        whole = (CHUNK_BYTES - 500, CHUNK_BYTES + 100)
+        reader.read(replace(box, archive=whole), torch.zeros(36, dtype=torch.uint8))
+    assert check.used == {0, 1}
+    flip(path, CHUNK_BYTES - 100)
+    with pytest.raises(CheckpointError, match=r"bytes \[0, 4096\)"):
+        settle.compare_rest([check])

@@ -50,7 +50,9 @@ def test_a_shard_is_put_together_from_its_reads(
     assert shard.buffer is None
 
 
-@pytest.mark.parametrize("ranges", [[(0, 23)], [(1, 24)], [(0, 7), (8, 24)], []])
+@pytest.mark.parametrize(
+    "ranges", [[(0, 23)], [(1, 24)], [(0, 7), (8, 24)], [], [(0, 8), (4, 8), (12, 24)]]
+)
 def test_a_shard_that_was_not_read_whole_is_refused(
     ranges: list[tuple[int, int]], stored: tuple[Path, torch.Tensor]
 ) -> None:
@@ -60,7 +62,7 @@ def test_a_shard_that_was_not_read_whole_is_refused(
     with pytest.raises(PlanError, match="not loaded whole") as caught:
         load(shard)
     assert caught.value.got == f"{sum(b - a for a, b in ranges)} elements"
-    assert caught.value.expected == f"{NUMEL} elements"
+    assert caught.value.expected == f"{NUMEL} elements, each once"
 
 
 def test_what_a_padded_vocabulary_lacks_is_zero(stored: tuple[Path, torch.Tensor]) -> None:
@@ -76,6 +78,31 @@ def test_what_a_padded_vocabulary_lacks_is_zero(stored: tuple[Path, torch.Tensor
     assert torch.equal(taken[1][4:20], value[4:20])
     assert not taken[1][:4].any()
     assert not taken[1][20:].any()
+
+
+def test_a_gap_that_a_double_read_makes_up_for_is_zero_in_a_padded_vocabulary(
+    stored: tuple[Path, torch.Tensor],
+) -> None:
+    """As many elements as the shard has, and yet not all of them."""
+    path, value = stored
+    full, partial = (CodedShard(NUMEL, may_be_partial=it) for it in (False, True))
+    full.reads = [read_of(path, 0, NUMEL)]
+    partial.reads = [read_of(path, *span) for span in ((0, 12), (8, 12), (16, 24))]
+    taken: list[torch.Tensor] = []
+    load_shards([(s, CPU, lambda value: taken.append(value.clone())) for s in (full, partial)])
+    assert torch.equal(taken[1][:12], value[:12])
+    assert not taken[1][12:16].any()
+
+
+def test_columns_fill_a_shard(stored: tuple[Path, torch.Tensor]) -> None:
+    """Boxes that are not contiguous in the shard, as a tensor-parallel resharding makes them."""
+    path, value = stored
+    shard = CodedShard(NUMEL, may_be_partial=False)
+    for first, width in ((0, 2), (2, 4)):
+        box = (str(path), "exp_avg.w", torch.float32, 0, (4, 6), (0, first), (4, width))
+        shard.reads.append(Read(Source(*box), (4, width), (6, 1), first))
+    (got,) = load(shard)
+    assert torch.equal(got, value)
 
 
 def test_a_shard_with_memory_of_its_own_is_handed_over_as_it_is() -> None:

@@ -19,6 +19,7 @@ from vime_optim.commit.sessions import SaveSession
 from vime_optim.errors import CheckpointError
 from vime_optim.files import fastfile
 from vime_optim.files.manifest import MANIFEST_NAME, Manifest, read_manifest
+from vime_optim.tools import output
 from vime_optim.tools.export import export_checkpoint
 from vime_optim.tools.importer import import_checkpoint
 from vime_optim.tools.repair import repair_checkpoint
@@ -198,3 +199,15 @@ def test_an_import_that_fails_leaves_no_target_and_its_source(tmp_path: Path) ->
     export_checkpoint(checkpoint, export, model=True)
     count = every_failure(lambda target: import_checkpoint(export, target), tmp_path, export)
     assert count >= 4
+
+
+@pytest.mark.parametrize("how", ["reflink", "copy"])
+def test_a_shared_file_is_synced(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that two files share, too: what says so is written by the sync."""
+    monkeypatch.setattr(output, "_reflink", lambda source, target: how == "reflink")
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.write_bytes(b"data")
+    with source.open("rb") as file, recorded() as calls:
+        assert output.share_file(file.fileno(), source, target, link=False) == how
+    assert calls.events[-1] == ("sync", str(target))
+    assert target.read_bytes() == (b"data" if how == "copy" else b"")

@@ -16,9 +16,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from vime_optim.errors import PlanError
+from vime_optim.files.geometry import combs, whole
 from vime_optim.files.reading import BoxReader, Source
 from vime_optim.files.settle import compare_rest
 
@@ -72,14 +74,14 @@ class CodedShard:
             PlanError: part of the value is neither in the buffer nor among the reads.
             CheckpointError: a file cannot be read.
         """
-        found = sum(read.source.numel for read in self.reads)
-        if self.buffer is None and found != self.numel:
+        if self.buffer is None and not _fill_once(self.reads, self.numel):
             if not self.may_be_partial:
+                found = sum(read.source.numel for read in self.reads)
                 raise PlanError(
                     "a coded optimizer state was not loaded whole",
                     where=self.reads[0].source.key if self.reads else None,
                     got=f"{found} elements",
-                    expected=f"{self.numel} elements",
+                    expected=f"{self.numel} elements, each once",
                     next_step="check the checkpoint with `vime-optim inspect`",
                 )
             flat.zero_()
@@ -99,6 +101,21 @@ class CodedShard:
 
 # By the identity of the placeholder's storage, which every view of it shares.
 _SHARDS: weakref.WeakValueDictionary[int, CodedShard] = weakref.WeakValueDictionary()
+
+
+def _fill_once(reads: list[Read], numel: int) -> bool:
+    """Whether the reads write each of a shard's `numel` elements exactly once."""
+    starts, lengths = [], []
+    for read in reads:
+        for comb in combs(read.stride, whole(read.size)):
+            starts.append(read.offset + comb.start + comb.step * np.arange(comb.count))
+            lengths.append(np.full(comb.count, comb.run))
+    if not starts:
+        return numel == 0
+    start, length = np.concatenate(starts), np.concatenate(lengths)
+    order = np.argsort(start)
+    ends = (start + length)[order]
+    return ends[-1] == numel and np.array_equal(start[order], [0, *ends[:-1]])
 
 
 def _position(read: Read) -> tuple[str, int]:

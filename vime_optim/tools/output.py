@@ -112,15 +112,14 @@ def share_file(source: int, original: Path, target: Path, *, link: bool = True) 
             if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP):
                 raise
     with target.open("xb") as file:
-        if _reflink(source, file.fileno()):
-            return "reflink"
+        how = "reflink" if _reflink(source, file.fileno()) else "copy"
         position = 0
-        while block := os.pread(source, _COPY_BYTES, position):
+        while how == "copy" and (block := os.pread(source, _COPY_BYTES, position)):
             file.write(block)
             position += len(block)
         file.flush()
-        os.fsync(file.fileno())
-    return "copy"
+        os.fsync(file.fileno())  # a reflink is metadata that must be on the disk, too
+    return how
 
 
 def _reflink(source: int, target: int) -> bool:
