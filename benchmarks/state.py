@@ -5,7 +5,6 @@ Gradients are random numbers written into the gradient buffer, so that no forwar
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +14,13 @@ import torch
 
 from vime_optim.verify.capture import ParameterState, model_metadata, parameter_states
 from vime_optim.verify.case import Backend
+from vime_optim.verify.model import (
+    data_parallel,
+    half_precision,
+    of_backend,
+    optimizer_config,
+    plain_gpt,
+)
 
 
 @dataclass(frozen=True)
@@ -72,11 +78,9 @@ class Job:
 def build(size: Size, backend: Backend, *, simulated: bool) -> Job:
     """Build and train for one step. Model parallelism must be initialized, without TP and PP."""
     from megatron.core import tensor_parallel
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.optimizer import get_megatron_optimizer
-    from megatron.core.transformer.module import Float16Module
 
     torch.manual_seed(1234)
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
@@ -90,19 +94,10 @@ def build(size: Size, backend: Backend, *, simulated: bool) -> Job:
         position_embedding_type="rope",
     )
     device = torch.device("cuda", torch.cuda.current_device())
-    for tensor in (*gpt.parameters(), *gpt.buffers()):
-        tensor.data = tensor.data.to(device)
-    ddp = DistributedDataParallel(
-        config=config,
-        ddp_config=DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=True,
-            # One bucket: with several padded ones stock fully_reshardable files are wrong.
-            overlap_grad_reduce=False,
-        ),
-        module=Float16Module(config, gpt),
-    )
-    job = Job(ddp, gpt, get_megatron_optimizer(optimizer_config(backend), [ddp]))
+    # One bucket: with several padded ones stock fully_reshardable files are wrong.
+    ddp = data_parallel(half_precision(gpt, device), overlap_grad_reduce=False)
+    config = optimizer_config({**of_backend(backend), "lr": 1e-3, "weight_decay": 0.01})
+    job = Job(ddp, gpt, get_megatron_optimizer(config, [ddp]))
     step(job)
     # HybridDeviceOptimizer is set up twice; the first masters are garbage in a cycle.
     gc.collect()
@@ -117,26 +112,6 @@ def step(job: Job) -> None:
     job.ddp.zero_grad_buffer()
 
 
-def plain_gpt() -> dict[str, Any]:
-    """Options of TransformerConfig that all benchmarks share: bfloat16, SwiGLU, nothing fused."""
-    return {
-        "normalization": "RMSNorm",
-        "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
-        "add_bias_linear": False,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "bf16": True,
-        "params_dtype": torch.bfloat16,
-        "pipeline_dtype": torch.bfloat16,
-        "masked_softmax_fusion": False,
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
-        "apply_rope_fusion": False,
-        "gradient_accumulation_fusion": False,
-    }
-
-
 def _transformer_config(size: Size, simulated: bool) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -148,26 +123,6 @@ def _transformer_config(size: Size, simulated: bool) -> Any:
         use_cpu_initialization=simulated,
         **plain_gpt(),
     )
-
-
-def optimizer_config(backend: Backend) -> Any:
-    from megatron.core.optimizer import OptimizerConfig
-
-    values: dict[str, Any] = {
-        "optimizer": "adam",
-        "lr": 1e-3,
-        "weight_decay": 0.01,
-        "bf16": True,
-        "params_dtype": torch.bfloat16,
-        "use_distributed_optimizer": True,
-        "use_precision_aware_optimizer": backend.pao,
-        "store_param_remainders": backend.remainders,
-        "optimizer_cpu_offload": backend.optimizer == "hybrid",
-        "optimizer_offload_fraction": backend.offload_fraction,
-        "overlap_cpu_optimizer_d2h_h2d": backend.optimizer == "hybrid",
-    }
-    known = {field.name for field in dataclasses.fields(OptimizerConfig)}
-    return OptimizerConfig(**{name: value for name, value in values.items() if name in known})
 
 
 def sharded_state(job: Job, sharding: str, *, is_loading: bool) -> dict[str, Any]:

@@ -8,16 +8,24 @@ sequence parallelism, and an attention that gathers keys and values over the con
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from benchmarks.state import BACKENDS, optimizer_config, plain_gpt
+from benchmarks.state import BACKENDS
 from vime_optim.verify.case import Case, Layout
-from vime_optim.verify.model import Job, seed_everything
+from vime_optim.verify.model import (
+    Job,
+    build_scheduler,
+    data_parallel,
+    half_precision,
+    of_backend,
+    optimizer_config,
+    plain_gpt,
+    seed_everything,
+)
 from vime_optim.verify.train import forward_step
 
 GLOBAL_BATCH_SIZE = 4
@@ -93,24 +101,20 @@ def build(shape: Shape, topology: Topology, saved: Topology, seed: int, simulate
         tied=True,
     )
     model = _build_model(shape, topology, simulated)
-    config = dataclasses.replace(
-        optimizer_config(backend), lr=LEARNING_RATE, min_lr=LEARNING_RATE / 10
-    )
+    rates = {"lr": LEARNING_RATE, "min_lr": LEARNING_RATE / 10, "weight_decay": 0.01}
+    config = optimizer_config({**of_backend(backend), **rates})
     optimizer = get_megatron_optimizer(config, [model])
     seed_everything(seed + 1)
     layout = Layout(dp=topology.dp, tp=topology.tp)
     device = torch.device("cuda", torch.cuda.current_device())
-    return Job(case, layout, backend, model, optimizer, _build_scheduler(optimizer), device)
+    scheduler = build_scheduler(
+        optimizer, LEARNING_RATE, LEARNING_RATE / 10, GLOBAL_BATCH_SIZE, decay_batches=40
+    )
+    return Job(case, layout, backend, model, optimizer, scheduler, device)
 
 
 def _build_model(shape: Shape, topology: Topology, simulated: bool) -> Any:
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.transformer.module import Float16Module
 
     config = _transformer_config(shape, topology, simulated)
     gpt = GPTModel(
@@ -123,18 +127,7 @@ def _build_model(shape: Shape, topology: Topology, simulated: bool) -> Any:
         rotary_base=1000000,
     )
     device = torch.device("cuda", torch.cuda.current_device())
-    for tensor in (*gpt.parameters(), *gpt.buffers()):
-        tensor.data = tensor.data.to(device)
-    ddp = DistributedDataParallel(
-        config=config,
-        ddp_config=DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=True
-        ),
-        module=Float16Module(config, gpt),
-    )
-    config.no_sync_func = ddp.no_sync
-    config.finalize_model_grads_func = finalize_model_grads
-    return ddp
+    return data_parallel(half_precision(gpt, device), overlap_grad_reduce=True)
 
 
 def _transformer_config(shape: Shape, topology: Topology, simulated: bool) -> Any:
@@ -221,24 +214,6 @@ def local_positions(sequence: int, size: int, rank: int) -> torch.Tensor:
     if size == 1:
         return torch.arange(sequence)
     return torch.cat([pieces[rank], pieces[2 * size - 1 - rank]])
-
-
-def _build_scheduler(optimizer: Any) -> Any:
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=LEARNING_RATE,
-        min_lr=LEARNING_RATE / 10,
-        lr_warmup_steps=2 * GLOBAL_BATCH_SIZE,
-        lr_decay_steps=40 * GLOBAL_BATCH_SIZE,
-        lr_decay_style="cosine",
-        start_wd=0.05,
-        end_wd=0.1,
-        wd_incr_steps=40 * GLOBAL_BATCH_SIZE,
-        wd_incr_style="linear",
-    )
 
 
 def train(job: Job, shape: Shape, until: int) -> list[float]:
