@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.cases import Case
+from tests.phases import Phases
 from tests.skips import (  # noqa: F401
     pytest_configure,
     pytest_make_collect_report,
@@ -65,6 +66,11 @@ def launchers() -> Iterator[LauncherPool]:
     pool = LauncherPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def phases(launchers: LauncherPool, tmp_path: Path) -> Phases:
+    return Phases(launchers, tmp_path)
 
 
 @pytest.fixture

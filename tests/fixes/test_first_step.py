@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.cases import Case
-from tests.conftest import LauncherPool
-from vime_optim.verify.compare import compare, load_state
+from tests.phases import Phases
 
 
 @pytest.mark.parametrize(
@@ -20,19 +17,8 @@ from vime_optim.verify.compare import compare, load_state
         pytest.param("torch,dp=2,dp_reshardable", marks=pytest.mark.matrix),
     ],
 )
-def test_a_save_before_the_first_step_resumes_exactly(
-    words: str, launchers: LauncherPool, tmp_path: Path
-) -> None:
+def test_a_save_before_the_first_step_resumes_exactly(words: str, phases: Phases) -> None:
     case = Case.parse(f"0.16.1,{words}")
-    payload = {
-        "case": case.to_dict(),
-        "directory": str(tmp_path / "checkpoint"),
-        "captures": str(tmp_path / "captures"),
-        "step": 0,
-    }
     for phase in ("save", "resume"):
-        launchers.get(case.megatron).run(
-            f"tests.fixes.fresh_job:{phase}", world_size=2, payload=payload, out=tmp_path / phase
-        )
-    captures = tmp_path / "captures"
-    assert compare(load_state(captures / "after_save"), load_state(captures / "resumed")) == []
+        phases.run(f"tests.fixes.fresh_job:{phase}", case)
+    assert phases.differences("after_save", "resumed") == []

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.cases import Case
-from tests.conftest import LauncherPool
+from tests.phases import Phases
 
 
 @pytest.mark.parametrize(
@@ -23,15 +21,10 @@ from tests.conftest import LauncherPool
     ],
 )
 def test_parameter_states_are_saved_and_loaded(
-    words: str, wrote: list[int | None], launchers: LauncherPool, tmp_path: Path
+    words: str, wrote: list[int | None], phases: Phases
 ) -> None:
     case = Case.parse(words)
-    answers = launchers.get(case.megatron).run(
-        "tests.fixes.stub_job:torch_format",
-        world_size=case.layout.world_size,
-        payload={"case": case.to_dict(), "directory": str(tmp_path / "saved")},
-        out=tmp_path / "out",
-    )
+    answers = phases.run("tests.fixes.stub_job:torch_format", case)
     assert [answer["wrote"] for answer in answers] == wrote
     for answer in answers:
         assert (answer["members"], answer["stubs"]) == (2, 1)

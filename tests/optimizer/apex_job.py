@@ -9,6 +9,7 @@ import torch
 
 from vime_optim.optimizer.kinds import sub_optimizers
 from vime_optim.verify import checkpointing, job
+from vime_optim.verify.capture import chained
 from vime_optim.verify.model import Job
 from vime_optim.verify.train import train
 
@@ -44,7 +45,7 @@ job._finish = _finish_and_look
 
 def _groups(built: Job) -> Any:
     """Of the innermost optimizers: number of parameters, and values as (kind, value)."""
-    for member in job.members(built):
+    for member in chained(built.optimizer):
         for optimizer in sub_optimizers(member.optimizer):
             for group in optimizer.param_groups:
                 values = {key: _plain(group[key]) for key in ("step", "lr") if key in group}

@@ -12,6 +12,7 @@ import torch
 from vime_optim.optimizer.kinds import owned_params, param_name
 from vime_optim.optimizer.slots import master_slot
 from vime_optim.verify import checkpointing, job
+from vime_optim.verify.capture import chained
 from vime_optim.verify.train import train
 
 STAND_IN = Path(__file__).parents[1] / "stand_in"
@@ -63,7 +64,7 @@ def _stale(built: Any, refresh: Any) -> list[str]:
         param.copy_(values.reshape(param.shape).roll(len(refresh.__name__)).neg() + param)
     refresh()
     stale = []
-    for member in job.members(built):
+    for member in chained(built.optimizer):
         for param, ranges in owned_params(member):
             shard = param.detach().reshape(-1)[ranges["param"].start : ranges["param"].end]
             if not torch.equal(master_slot(member, param).read().cpu(), shard.float().cpu()):
@@ -78,6 +79,6 @@ def _masters(built: Any) -> dict[str, list[int]]:
         .cpu()
         .view(torch.int32)
         .tolist()
-        for member in job.members(built)
+        for member in chained(built.optimizer)
         for param, _ in owned_params(member)
     }

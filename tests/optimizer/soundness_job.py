@@ -10,6 +10,7 @@ import torch
 import vime_optim
 from vime_optim.errors import OptimizerStateError
 from vime_optim.verify import checkpointing, job
+from vime_optim.verify.capture import chained
 
 
 def _complaint(optimizer: Any) -> str:
@@ -25,7 +26,7 @@ def check(payload: dict[str, Any]) -> dict[str, Any]:
     _, built = job._start(payload, loading=True)
     checkpointing.load(built, Path(payload["directory"]), payload["step"])
     answers = {"sound": _complaint(built.optimizer)}
-    inner = job.members(built)[0].optimizer
+    inner = chained(built.optimizer)[0].optimizer
     state = next(s for s in inner.state.values() if "exp_avg" in s)
     own = state["exp_avg"]
     state["exp_avg"] = state["exp_avg_sq"]

@@ -9,6 +9,7 @@ import torch
 
 from vime_optim.optimizer.kinds import sub_optimizers
 from vime_optim.verify import job
+from vime_optim.verify.capture import chained
 from vime_optim.verify.model import Job
 
 
@@ -51,7 +52,7 @@ def _with_groups(phase: Any, payload: dict[str, Any]) -> dict[str, Any]:
     finish, get = job._finish, module._get_megatron_optimizer_based_on_param_groups
 
     def look(payload: dict[str, Any], built: Job, name: str) -> dict[str, Any]:
-        for member in job.members(built):
+        for member in chained(built.optimizer):
             for part in sub_optimizers(member.optimizer):
                 states = {str(key) for state in part.state.values() for key in state}
                 found.append([type(part).__name__, sorted(states)])

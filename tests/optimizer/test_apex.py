@@ -9,7 +9,6 @@ import copy
 import inspect
 import pickle
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +16,7 @@ import pytest
 import torch
 
 from tests.cases import Case
-from tests.conftest import LauncherPool
+from tests.phases import Phases
 from tests.simulate import apex_adam
 from tests.simulate.apex import MODULES
 from tests.simulate.apex_adam import FusedAdam
@@ -31,7 +30,6 @@ from vime_optim.simulate import device
 from vime_optim.simulate import fused_adam as te
 from vime_optim.simulate.megatron import hide_modules, show_modules
 from vime_optim.tools.bits import same_bits
-from vime_optim.verify.compare import compare, load_state
 
 
 @pytest.fixture(autouse=True)
@@ -302,30 +300,12 @@ TRAINED = (
     "words",
     [pytest.param(w, marks=() if w in TRAINED[:1] else pytest.mark.matrix) for w in TRAINED],
 )
-def test_a_trained_optimizer_takes_a_checkpoint(
-    words: str, launchers: LauncherPool, tmp_path: Path
-) -> None:
+def test_a_trained_optimizer_takes_a_checkpoint(words: str, phases: Phases) -> None:
     """Every group included: one that is empty on a rank has no step there, before and after."""
     case = Case.parse(words)
-    payload = {
-        "case": case.to_dict(),
-        "directory": str(tmp_path / "checkpoint"),
-        "captures": str(tmp_path / "captures"),
-        "step": case.num_steps,
-    }
-    launcher = launchers.get(case.megatron)
-    saved, resumed = (
-        launcher.run(
-            f"tests.optimizer.apex_job:{phase}",
-            world_size=case.layout.world_size,
-            payload=payload,
-            out=tmp_path / phase,
-        )
-        for phase in ("save", "resume_trained")
-    )
-    captures = tmp_path / "captures"
-    expected, got = (load_state(captures / name) for name in ("after_save", "resumed"))
-    assert [str(difference) for difference in compare(expected, got)] == []
+    saved = phases.run("tests.optimizer.apex_job:save", case)
+    resumed = phases.run("tests.optimizer.apex_job:resume_trained", case)
+    assert phases.differences("after_save", "resumed") == []
     assert not any(answer["memory"]["aliased"] for answer in resumed)
     for before, after in zip(saved, resumed, strict=True):
         assert before["groups"] == after["groups"]

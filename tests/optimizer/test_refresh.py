@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from tests.cases import Case
-from tests.conftest import LauncherPool
+from tests.phases import Phases
 from vime_optim.optimizer.refresh import is_rounded_to
-from vime_optim.verify.compare import compare, load_state
 
 matrix = pytest.mark.matrix
 
@@ -29,23 +26,11 @@ matrix = pytest.mark.matrix
         pytest.param("0.16.1,fused,nopao,dp=2", marks=matrix),
     ],
 )
-def test_a_refresh_after_a_load_keeps_masters(
-    words: str, launchers: LauncherPool, tmp_path: Path
-) -> None:
+def test_a_refresh_after_a_load_keeps_masters(words: str, phases: Phases) -> None:
     case = Case.parse(words)
-    payload = {
-        "case": case.to_dict(),
-        "directory": str(tmp_path / "checkpoint"),
-        "captures": str(tmp_path / "captures"),
-        "step": case.num_steps,
-    }
-    launcher = launchers.get(case.megatron)
-    launcher.run("vime_optim.verify.job:save", world_size=2, payload=payload, out=tmp_path / "save")
-    answers = launcher.run(
-        "tests.optimizer.refresh_job:resume", world_size=2, payload=payload, out=tmp_path / "resume"
-    )
-    captures = tmp_path / "captures"
-    assert compare(load_state(captures / "after_save"), load_state(captures / "resumed")) == []
+    phases.run("vime_optim.verify.job:save", case)
+    answers = phases.run("tests.optimizer.refresh_job:resume", case)
+    assert phases.differences("after_save", "resumed") == []
     ways = {"reload_model_params"}
     if "hybrid" in words:
         ways |= {"Megatron-Bridge", "NeMo-RL"}

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.cases import Case
-from tests.conftest import LauncherPool
-from vime_optim.verify.compare import compare, load_state
+from tests.phases import Phases
 
 
 @pytest.mark.parametrize(
@@ -27,27 +25,14 @@ from vime_optim.verify.compare import compare, load_state
     ],
 )
 def test_a_resume_is_exact_and_adds_no_step(
-    words: str, optimizer: str, momentum: float, launchers: LauncherPool, tmp_path: Path
+    words: str, optimizer: str, momentum: float, phases: Phases
 ) -> None:
     case = Case.parse(words)
-    payload = {
-        "case": case.to_dict(),
-        "directory": str(tmp_path / "checkpoint"),
-        "captures": str(tmp_path / "captures"),
-        "step": case.num_steps,
-        "optimizer": optimizer,
-        "momentum": momentum,
-    }
     groups: dict[str, Any] = {}
     for phase in ("save", "resume"):
-        answers = launchers.get(case.megatron).run(
-            f"tests.optimizer.stepless_job:{phase}",
-            world_size=case.layout.world_size,
-            payload=payload,
-            out=tmp_path / phase,
-        )
+        target = f"tests.optimizer.stepless_job:{phase}"
+        answers = phases.run(target, case, optimizer=optimizer, momentum=momentum)
         groups[phase] = [answer["groups"] for answer in answers]
-    captures = tmp_path / "captures"
-    assert compare(load_state(captures / "after_save"), load_state(captures / "resumed")) == []
+    assert phases.differences("after_save", "resumed") == []
     assert groups["save"] == groups["resume"]
     assert "step" not in str(groups["save"])

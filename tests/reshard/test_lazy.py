@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.cases import Case
-from tests.conftest import LauncherPool
+from tests.phases import Phases
 from vime_optim.files import fastfile
 from vime_optim.files.lazy import LazyValue
 from vime_optim.optimizer.slots import RemainderSlot, ScaledSlot, Slot
@@ -130,22 +130,10 @@ def test_a_file_holds_the_value(make: Any, monkeypatch: pytest.MonkeyPatch, tmp_
 @pytest.mark.parametrize(
     ("release", "backend"), [("0.15.3", "rem"), ("0.19.2", "m=fp16,v=fp16"), ("0.19.2", "rem")]
 )
-def test_a_save_decodes_block_by_block(
-    release: str, backend: str, launchers: LauncherPool, tmp_path: Path
-) -> None:
+def test_a_save_decodes_block_by_block(release: str, backend: str, phases: Phases) -> None:
     """Nothing between the build and the file touches the values, and the build takes no memory."""
     case = Case.parse(f"{release},fused,pao,{backend},dp=2")
-    answers = launchers.get(release).run(
-        "tests.reshard.lazy_job:save",
-        world_size=2,
-        payload={
-            "directory": str(tmp_path / "checkpoint"),
-            "captures": str(tmp_path / "captures"),
-            "step": case.num_steps,
-            "case": case.to_dict(),
-        },
-        out=tmp_path / "save",
-    )
+    answers = phases.run("tests.reshard.lazy_job:save", case)
     for answer in answers:
         assert answer["made"] > 0
         assert answer["blocks"] > 0

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.cases import Case
-from tests.conftest import LauncherPool
+from tests.phases import Phases
 from vime_optim.tools.megatron_source import RELEASES
-from vime_optim.verify.compare import compare, load_state
 
 MATRIX = pytest.mark.matrix
 EVERY_RELEASE = [
@@ -20,99 +18,72 @@ EVERY_RELEASE = [
 
 
 def save_and_load(
-    case: Case, launchers: LauncherPool, folder: Path, *, stock: bool, phase: str, **more: Any
+    case: Case, phases: Phases, *, stock: bool, phase: str, **more: Any
 ) -> list[dict[str, Any]]:
     """Save with or without vime_optim, load with it; gives what the loading ranks returned."""
-    launcher = launchers.get(case.megatron)
-    payload = {
-        "directory": str(folder / "checkpoint"),
-        "captures": str(folder / "captures"),
-        "step": case.num_steps,
-        **more,
-    }
-    saving = {**payload, "case": case.replace(install=not stock).to_dict()}
-    loading = {**payload, "case": case.to_dict()}
-    launcher.run(
-        "vime_optim.verify.job:save",
-        world_size=case.layout.world_size,
-        payload=saving,
-        out=folder / "save",
-    )
-    return launcher.run(
-        f"tests.reshard.reading_job:{phase}",
-        world_size=case.load_layout.world_size,
-        payload=loading,
-        out=folder / "load",
-    )
+    phases.run("vime_optim.verify.job:save", case.replace(install=not stock))
+    return phases.run(f"tests.reshard.reading_job:{phase}", case, loading=True, **more)
 
 
-def assert_exact(case: Case, folder: Path) -> None:
-    saved = load_state(folder / "captures" / f"saved_{case.num_steps}")
-    loaded = load_state(folder / "captures" / "loaded")
-    assert compare(saved, loaded, skip={"grad"}) == []
+def assert_exact(case: Case, phases: Phases) -> None:
+    assert phases.differences(f"saved_{case.num_steps}", "loaded", skip={"grad"}) == []
 
 
 @pytest.mark.parametrize("release", EVERY_RELEASE)
-def test_what_stock_wrote_is_read_in_place(
-    release: str, launchers: LauncherPool, tmp_path: Path
-) -> None:
+def test_what_stock_wrote_is_read_in_place(release: str, phases: Phases) -> None:
     case = Case.parse(f"{release},hybrid,pao,f=0.5,dp=2->3,1bucket")
-    for answer in save_and_load(case, launchers, tmp_path, stock=True, phase="resume"):
+    for answer in save_and_load(case, phases, stock=True, phase="resume"):
         assert answer["hits"]["read-in-place"] > 0
         assert not [text for text in answer["counters"] if "torch's reader" in text]
-    assert_exact(case, tmp_path)
+    assert_exact(case, phases)
 
 
 @pytest.mark.parametrize("backend", ["m=fp16,v=fp8", "rem"])
 @pytest.mark.parametrize("release", EVERY_RELEASE)
 def test_coded_states_share_the_memory_of_the_largest(
-    release: str, backend: str, launchers: LauncherPool, tmp_path: Path
+    release: str, backend: str, phases: Phases
 ) -> None:
     case = Case.parse(f"{release},fused,pao,{backend},dp=2")
-    for answer in save_and_load(case, launchers, tmp_path, stock=False, phase="resume"):
+    for answer in save_and_load(case, phases, stock=False, phase="resume"):
         coded = answer["coded"]
         assert 0 < coded["largest"] < coded["all"]
         assert coded["most"] == coded["largest"]
         assert not [text for text in answer["counters"] if "torch's reader" in text]
-    assert_exact(case, tmp_path)
+    assert_exact(case, phases)
 
 
 @pytest.mark.parametrize("release", [pytest.param("0.16.1", marks=MATRIX), "0.19.2"])
-def test_coded_states_load_through_another_reader(
-    release: str, launchers: LauncherPool, tmp_path: Path
-) -> None:
+def test_coded_states_load_through_another_reader(release: str, phases: Phases) -> None:
     case = Case.parse(f"{release},fused,pao,rem,v=fp16,dp=2")
-    for answer in save_and_load(case, launchers, tmp_path, stock=False, phase="resume_by_torch"):
+    for answer in save_and_load(case, phases, stock=False, phase="resume_by_torch"):
         assert answer["hits"]["read-in-place"] == 0
         assert answer["coded"]["all"] == 0  # each had a buffer of its own
-    assert_exact(case, tmp_path)
+    assert_exact(case, phases)
 
 
 @pytest.mark.parametrize("algorithm", ["broadcast", pytest.param("gather_object", marks=MATRIX)])
 @pytest.mark.parametrize("release", [pytest.param("0.16.1", marks=MATRIX), "0.19.2"])
 def test_coded_states_that_ranks_read_for_each_other(
-    release: str, algorithm: str, launchers: LauncherPool, tmp_path: Path
+    release: str, algorithm: str, phases: Phases
 ) -> None:
     """Tensor-parallel ranks share norms, and a load spread over the world reads them once."""
     case = Case.parse(f"{release},fused,pao,rem,v=fp16,dp=2,tp=2")
     answers = save_and_load(
-        case, launchers, tmp_path, stock=False, phase="resume_exchanging", algorithm=algorithm
+        case, phases, stock=False, phase="resume_exchanging", algorithm=algorithm
     )
     assert sum(answer["given"] for answer in answers) > 0
     assert sum(answer["coded"]["all"] for answer in answers) > 0
-    assert_exact(case, tmp_path)
+    assert_exact(case, phases)
 
 
 @pytest.mark.parametrize("damage", ["cut", "spoil"])
 @pytest.mark.parametrize("release", EVERY_RELEASE)
 def test_a_damaged_file_raises_with_its_name_and_key(
-    release: str, damage: str, launchers: LauncherPool, tmp_path: Path
+    release: str, damage: str, phases: Phases
 ) -> None:
     """Of stock's files, which no manifest protects."""
     case = Case.parse(f"{release},hybrid,pao,f=1,dp=1,1bucket")
-    (answer,) = save_and_load(
-        case, launchers, tmp_path, stock=True, phase="load_damaged", damage=damage
-    )
+    (answer,) = save_and_load(case, phases, stock=True, phase="load_damaged", damage=damage)
     assert ".distcp: " in answer["error"]
     what = "ends before its tensor does" if damage == "cut" else "cannot be read"
     assert what in answer["error"]

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.cases import Case
-from tests.conftest import LauncherPool
 from tests.install.test_install import run_script
+from tests.phases import Phases
 from vime_optim.tools.megatron_source import fetch
-from vime_optim.verify.compare import compare, load_state
 
 
 @pytest.mark.parametrize("release", [pytest.param("0.15.3", marks=pytest.mark.matrix), "0.19.2"])
@@ -68,43 +66,22 @@ def test_factories_are_probed_without_memory(release: str) -> None:
     assert answer["stacked"] == [[3, 6, 4], [1, 0, 0], [6, 4], [0, 1, 0]]
 
 
-def test_a_parameter_that_cannot_be_cut_is_gathered_alone(
-    launchers: LauncherPool, tmp_path: Path
-) -> None:
+def test_a_parameter_that_cannot_be_cut_is_gathered_alone(phases: Phases) -> None:
     case = Case.parse("0.16.1,hybrid,pao,f=0.5,dp=3,fully_reshardable")
-    for answer in save_and_resume("tests.reshard.gather_job", case, launchers, tmp_path):
+    for answer in save_and_resume("tests.reshard.gather_job", case, phases):
         assert sum(answer["counters"].values()) > 0
 
 
 @pytest.mark.parametrize("release", [pytest.param("0.16.1", marks=pytest.mark.matrix), "0.19.2"])
-def test_megatrons_fully_parallel_wrappers_change_nothing(
-    release: str, launchers: LauncherPool, tmp_path: Path
-) -> None:
+def test_megatrons_fully_parallel_wrappers_change_nothing(release: str, phases: Phases) -> None:
     case = Case.parse(f"{release},hybrid,pao,f=0.5,dp=3,fully_reshardable")
-    save_and_resume("tests.reshard.parallel_job", case, launchers, tmp_path)
+    save_and_resume("tests.reshard.parallel_job", case, phases)
 
 
-def save_and_resume(
-    module: str, case: Case, launchers: LauncherPool, tmp_path: Path
-) -> list[dict[str, Any]]:
+def save_and_resume(module: str, case: Case, phases: Phases) -> list[dict[str, Any]]:
     """Run both phases of `module`, compare every bit, and give what the save returned."""
-    launcher = launchers.get(case.megatron)
-    captures = tmp_path / "captures"
-    payload = {
-        "case": case.to_dict(),
-        "directory": str(tmp_path / "checkpoint"),
-        "captures": str(captures),
-        "step": case.num_steps,
-    }
-    saved, _ = (
-        launcher.run(f"{module}:{phase}", world_size=3, payload=payload, out=tmp_path / phase)
-        for phase in ("save", "resume")
-    )
-    loaded = compare(
-        load_state(captures / f"saved_{case.num_steps}"),
-        load_state(captures / "loaded"),
-        skip={"grad"},
-    )
-    assert loaded == []
-    assert compare(load_state(captures / "after_save"), load_state(captures / "resumed")) == []
+    saved = phases.run(f"{module}:save", case)
+    phases.run(f"{module}:resume", case)
+    assert phases.differences(f"saved_{case.num_steps}", "loaded", skip={"grad"}) == []
+    assert phases.differences("after_save", "resumed") == []
     return saved

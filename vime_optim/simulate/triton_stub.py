@@ -11,31 +11,23 @@ from collections.abc import Sequence
 from typing import Any
 
 
-class _Placeholder:
-    """Stands for any name in triton: a decorator, a decorator factory, a type in an annotation."""
+class _Stub(types.ModuleType):
+    """A module of triton and any name in it: a decorator, its factory, a type in an annotation."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs and isinstance(args[0], types.FunctionType):
-            return args[0]
-        return self
-
-    def __getattr__(self, name: str) -> _Placeholder:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self
-
-    def __getitem__(self, key: object) -> _Placeholder:
-        return self
-
-
-class _Module(types.ModuleType):
     # Older than any release that megatron's kernels accept, so that they leave themselves out.
     __version__ = "0.0.0"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        decorates = len(args) == 1 and not kwargs and isinstance(args[0], types.FunctionType)
+        return args[0] if decorates else self
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _Placeholder()
+        return _Stub(name)
+
+    def __getitem__(self, key: object) -> Any:
+        return self
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -47,7 +39,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        return _Module(spec.name)
+        return _Stub(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None: ...
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from vime_optim.verify import checkpointing, training, transplant
-from vime_optim.verify.capture import capture, chained
+from vime_optim.verify.capture import capture
 from vime_optim.verify.case import Case
 from vime_optim.verify.model import Builder, Job
 from vime_optim.verify.train import train
@@ -114,8 +114,3 @@ def _async_queue(case: Case) -> Any:
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
     return AsyncCallsQueue(persistent=case.async_mode == "persistent")
-
-
-def members(job: Job) -> list[Any]:
-    """The DistributedOptimizers of a job."""
-    return chained(job.optimizer)
