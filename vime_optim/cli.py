@@ -35,7 +35,7 @@ _SIGPIPE_STATUS = 141
 #: The modules that hold `add_COMMAND_arguments` and `run_COMMAND`.
 _OWN_COMMANDS = {
     "verify": "vime_optim.verify.command",
-    "plan": "vime_optim.tools.estimate.command",
+    "plan": "vime_optim.tools.estimate.plan_command",
     "status": "vime_optim.tools.doctor",
     "doctor": "vime_optim.tools.doctor",
     "patches": "vime_optim.tools.patch_files",

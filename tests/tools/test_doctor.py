@@ -91,8 +91,10 @@ def test_command_prints_facts_and_fixes(
 
 
 def test_text_is_aligned_and_complete() -> None:
-    found = doctor.Diagnosis({"torch": "2.13", "a longer name": "x"}, {"step": "needed"}, ["do it"])
+    found = doctor.DoctorReport(
+        {"torch": "2.13", "a longer name": "x"}, {"step": "needed"}, ["do it"]
+    )
     lines = str(found).splitlines()
     assert lines[0].index("2.13") == lines[1].index("x")
     assert lines[-1] == "- do it"
-    assert str(doctor.Diagnosis()).endswith("- nothing: call vime_optim.install()")
+    assert str(doctor.DoctorReport()).endswith("- nothing: call vime_optim.install()")

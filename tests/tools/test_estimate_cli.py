@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from vime_optim.tools.estimate.command import add_plan_arguments, run_plan
+from vime_optim.tools.estimate.plan_command import add_plan_arguments, run_plan
 
 
 def run(capsys, *argv):

@@ -56,9 +56,9 @@ class FileCheck:
         self.path, self.size_bytes, self.chunk_bytes = path, size_bytes, chunk_bytes
         self.digests, self._name_keys = digests, name_keys
         self.used: set[int] = set()
-        """Chunks that something was read from."""
+        """ChunkLinks that something was read from."""
         self.right: set[int] = set()
-        """Chunks whose digest was compared."""
+        """ChunkLinks whose digest was compared."""
 
     def use(self, start: int, end: int) -> None:
         """Note that the bytes [start, end) count for what is loaded."""
@@ -114,7 +114,7 @@ def digest_of(path: str | os.PathLike[str], start: int, end: int) -> bytes:
 class Link:
     """A part of a chunk that a thread reads and digests, after the parts before it."""
 
-    chunk: Chunk
+    chunk: OpenChunk
     start: int
     """Where the part begins: what lies before the wanted bytes is read for the digest alone."""
     gap_bytes: int
@@ -135,7 +135,7 @@ class Link:
 
 
 @dataclass(slots=True)
-class Chunk:
+class OpenChunk:
     """The chunk that a reader is in, as far as it was handed to threads."""
 
     check: FileCheck
@@ -150,12 +150,12 @@ class Chunk:
         return self.position < 0
 
 
-class Chunks:
+class ChunkLinks:
     """Cuts what one reader reads, file after file, into links. Used by one thread."""
 
     def __init__(self, wanted_bytes: int) -> None:
         self._extra = extra_bytes(wanted_bytes)
-        self._open: Chunk | None = None
+        self._open: OpenChunk | None = None
 
     def link(self, check: FileCheck, descriptor: int, start: int, end: int) -> Link | None:
         """For the wanted bytes [start, end) of one chunk; None where it is not digested.
@@ -167,7 +167,7 @@ class Chunks:
             return None
         chunk = self._open
         if chunk is None:
-            chunk = Chunk(check, number, descriptor, number * check.chunk_bytes)
+            chunk = OpenChunk(check, number, descriptor, number * check.chunk_bytes)
             self._open = chunk
         return self._link(chunk, start, end)
 
@@ -184,7 +184,7 @@ class Chunks:
         end = chunk.check.end_of(chunk.number)
         return None if chunk.position == end else self._link(chunk, end, end)
 
-    def _link(self, chunk: Chunk, start: int, end: int) -> Link | None:
+    def _link(self, chunk: OpenChunk, start: int, end: int) -> Link | None:
         gap = start - chunk.position
         if chunk.is_given_up or gap < 0 or 2 * gap > chunk.check.chunk_bytes or gap > self._extra:
             chunk.position = -1

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from vime_optim.errors import CheckpointError
-from vime_optim.files.checked import Chunks, FileCheck, Link
+from vime_optim.files.checked import ChunkLinks, FileCheck, Link
 from vime_optim.files.cores import own_cores
 from vime_optim.files.geometry import Box, Comb, combs, row_major, tiles, whole
 from vime_optim.files.plain import require_plain
@@ -137,7 +137,7 @@ class BoxReader:
         self._slot_bytes = wanted // self._slots_allowed & -4096
         self._free: dict[bool, deque[_Slot]] = {False: deque(), True: deque()}
         self._made = 0
-        self._chunks = Chunks(total_bytes)
+        self._chunks = ChunkLinks(total_bytes)
 
     def __enter__(self) -> BoxReader:
         return self

@@ -43,7 +43,7 @@ print("\\n" + json.dumps({"rows": vime_optim.status().to_dict()["rows"], "failed
 
 
 @dataclass
-class Diagnosis:
+class DoctorReport:
     """Everything that the doctor found.
 
     `facts` and `fixes` are for reading; `advice` holds what to do, empty when all is well.
@@ -68,9 +68,9 @@ class Diagnosis:
         return "\n".join(lines)
 
 
-def examine() -> Diagnosis:
+def examine() -> DoctorReport:
     """Look at this machine. Changes nothing; needs no GPU; never raises for what it finds."""
-    found = Diagnosis()
+    found = DoctorReport()
     _machine(found)
     _torch(found)
     _packages(found)
@@ -93,7 +93,7 @@ def examine() -> Diagnosis:
     return found
 
 
-def _together(found: Diagnosis, megatron: compat.Megatron) -> None:
+def _together(found: DoctorReport, megatron: compat.Megatron) -> None:
     """What of torch, Python and nvidia-resiliency-ext this megatron-core cannot work with."""
     if megatron.version is None:
         return
@@ -108,7 +108,7 @@ def _together(found: Diagnosis, megatron: compat.Megatron) -> None:
     )
 
 
-def _machine(found: Diagnosis) -> None:
+def _machine(found: DoctorReport) -> None:
     found.facts["vime_optim"] = __version__
     found.facts["Python"] = (
         f"{platform.python_version()} on {platform.system()} {platform.machine()}"
@@ -125,7 +125,7 @@ def _machine(found: Diagnosis) -> None:
             )
 
 
-def _torch(found: Diagnosis) -> None:
+def _torch(found: DoctorReport) -> None:
     try:
         import torch
     except ImportError as error:
@@ -151,7 +151,7 @@ def _torch(found: Diagnosis) -> None:
         )
 
 
-def _packages(found: Diagnosis) -> None:
+def _packages(found: DoctorReport) -> None:
     found.facts["Transformer Engine"] = compat.transformer_engine_version() or "not installed"
     apex = compat.nvidia_apex()
     found.facts["Apex"] = {
@@ -178,7 +178,7 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-def _settings(found: Diagnosis) -> None:
+def _settings(found: DoctorReport) -> None:
     known = {spec.metadata["env"] for spec in fields(Settings)}
     given = {name: text for name, text in os.environ.items() if name in known}
     found.facts["settings"] = (
@@ -190,7 +190,7 @@ def _settings(found: Diagnosis) -> None:
         found.advice.append(str(error).replace("\n", " "))
 
 
-def _fixes(found: Diagnosis, root: Path) -> None:
+def _fixes(found: DoctorReport, root: Path) -> None:
     child = _probe(root)
     if isinstance(child, str):
         found.facts["import of megatron"] = child

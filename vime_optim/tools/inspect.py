@@ -48,7 +48,7 @@ class TensorSummary:
 
 
 @dataclass
-class Report:
+class InspectReport:
     """What `inspect` found; `to_dict` is what --json prints."""
 
     path: str
@@ -76,7 +76,7 @@ class Report:
         return asdict(self)
 
 
-def inspect_checkpoint(path: str | os.PathLike[str], *, tree: bool = False) -> Report:
+def inspect_checkpoint(path: str | os.PathLike[str], *, tree: bool = False) -> InspectReport:
     """Looks a checkpoint over.
 
     Args:
@@ -86,7 +86,7 @@ def inspect_checkpoint(path: str | os.PathLike[str], *, tree: bool = False) -> R
         CheckpointError: the directory is no torch_dist checkpoint, or its index cannot be read.
     """
     with Checkpoint(path) as checkpoint:
-        report = Report(str(checkpoint.path))
+        report = InspectReport(str(checkpoint.path))
         _files(checkpoint, report)
         _tensors(checkpoint, report, tree)
         try:
@@ -103,7 +103,7 @@ def inspect_checkpoint(path: str | os.PathLike[str], *, tree: bool = False) -> R
         return report
 
 
-def _files(checkpoint: Checkpoint, report: Report) -> None:
+def _files(checkpoint: Checkpoint, report: InspectReport) -> None:
     with os.scandir(checkpoint.path) as entries:
         for entry in entries:
             report.files[entry.name] = entry.stat(follow_symlinks=False).st_size
@@ -129,7 +129,7 @@ def _files(checkpoint: Checkpoint, report: Report) -> None:
     _missing_files(checkpoint, report)
 
 
-def _missing_files(checkpoint: Checkpoint, report: Report) -> None:
+def _missing_files(checkpoint: Checkpoint, report: InspectReport) -> None:
     needed: dict[str, int] = {}
     users: Counter[str] = Counter()
     places = [c.location for t in checkpoint.tensors.values() for c in t.chunks]
@@ -148,7 +148,7 @@ def _missing_files(checkpoint: Checkpoint, report: Report) -> None:
             report.add("truncated-file", ERROR, what, name[:100], "Copy it from the source.")
 
 
-def _tensors(checkpoint: Checkpoint, report: Report, tree: bool) -> None:
+def _tensors(checkpoint: Checkpoint, report: InspectReport, tree: bool) -> None:
     report.objects = len(checkpoint.objects)
     for key, entry in checkpoint.tensors.items():
         summary = report.model if parse_key(key) is None else report.optimizer
@@ -177,7 +177,7 @@ def _chunks_fault(entry: TensorEntry) -> str | None:
     return fault
 
 
-def _common(checkpoint: Checkpoint, facts: OptimizerFacts, report: Report) -> None:
+def _common(checkpoint: Checkpoint, facts: OptimizerFacts, report: InspectReport) -> None:
     common = checkpoint.common_state()
     report.step = _as_int(common.get("iteration"))
     report.sharding = facts.sharding
@@ -204,7 +204,7 @@ def _written_by(checkpoint: Checkpoint) -> str:
     return "megatron-core 0.16 to 0.18 (common.pt, plain DCP metadata)"
 
 
-def _known_faults(checkpoint: Checkpoint, facts: OptimizerFacts, report: Report) -> None:
+def _known_faults(checkpoint: Checkpoint, facts: OptimizerFacts, report: InspectReport) -> None:
     common = common_location(checkpoint)
     if facts.poisoned:
         what = f"{len(facts.poisoned)} per-rank lists of steps stand in the common state"
@@ -227,7 +227,7 @@ def _known_faults(checkpoint: Checkpoint, facts: OptimizerFacts, report: Report)
     _step_faults(facts, report)
 
 
-def _step_faults(facts: OptimizerFacts, report: Report) -> None:
+def _step_faults(facts: OptimizerFacts, report: InspectReport) -> None:
     groups = [(s.label, g) for s in facts.sources for g in s.groups]
     without = [label for label, group in groups if "step" not in group]
     if len(facts.steps) > 1:

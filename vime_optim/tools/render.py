@@ -11,7 +11,7 @@ from typing import Any
 from vime_optim.errors import printable
 from vime_optim.files.manifest import Verification
 from vime_optim.tools.diff import CANNOT_SAY, DIFFERENT, EQUAL, DiffReport, TensorDiff
-from vime_optim.tools.inspect import Report, TensorSummary
+from vime_optim.tools.inspect import InspectReport, TensorSummary
 from vime_optim.tools.repair import RepairPlan
 
 WIDTH = 80
@@ -51,7 +51,7 @@ def _field(label: str, value: object) -> list[str]:
     return _wrap(str(value), " " * 18, f"{label:<18}")
 
 
-def inspect_lines(report: Report) -> list[str]:
+def inspect_lines(report: InspectReport) -> list[str]:
     lines = _field("checkpoint", report.path)
     steps = ", ".join(map(str, report.optimizer_steps)) or "none recorded"
     lines += _field("iteration", "not recorded" if report.step is None else report.step)
