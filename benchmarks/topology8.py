@@ -30,11 +30,11 @@ from typing import Any
 
 from benchmarks import topology_report
 from benchmarks.fingerprint import differences
+from benchmarks.report import DP, FULLY, OURS
 from benchmarks.topology_model import Shape, Topology
 
 #: The topologies that load, by number of ranks.
 LOADS = {8: ["1x2", "4x2"], 4: ["1x1", "4x1"]}
-STOCK_FULLY, STOCK_DP, OURS = "stock fully_reshardable", "stock dp_reshardable", "vime_optim"
 #: No NVLink multicast, the same kernels in every run, nothing compiled, one host.
 ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
@@ -180,7 +180,7 @@ class Run:
             shutil.rmtree(self.folder / "sync", ignore_errors=True)
             shutil.rmtree(self.folder / "async", ignore_errors=True)
             if self.wants("measure"):
-                turns = [STOCK_DP, OURS, STOCK_FULLY] + [OURS, STOCK_DP] * self.arguments.rounds
+                turns = [DP, OURS, FULLY] + [OURS, DP] * self.arguments.rounds
                 answer = self.launch("measure", "measure", self.saved, turns=turns)
                 partial = self.out / "result.json"
                 if answer is None and partial.exists():

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.cases import Case
+from tests.cases import Case, tree_of
 from vime_optim.errors import VimeOptimError
 from vime_optim.verify.launch import open_launcher
 from vime_optim.verify.runner import Outcome, run_case
@@ -51,7 +51,7 @@ def _run_all(megatron: str, cases: list[Case], options: argparse.Namespace) -> i
     status = 0
     with tempfile.TemporaryDirectory(prefix="vime-bench-") as temporary:
         root = options.dir or Path(temporary)
-        with open_launcher(megatron) as launcher:
+        with open_launcher(tree_of(megatron)) as launcher:
             for index, case in enumerate(cases):
                 outcome = run_case(
                     launcher,

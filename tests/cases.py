@@ -32,13 +32,17 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 from vime_optim.errors import VerifyError
-from vime_optim.tools.megatron_source import SOURCE_TREES
+from vime_optim.tools.megatron_source import resolve
 from vime_optim.verify import case as verify
 from vime_optim.verify.case import Layout, one_of
 
+#: Source trees of Megatron-LM beside the releases (tests/clients/trees.py), and the release whose
+#: ways each has.
+SOURCE_TREES = {"main": "0.20", "slime": "0.16"}
 GROUPS = ("none", "max_lr", "min_lr", "both", "wd_mult", "decoupled")
 
 
@@ -132,6 +136,19 @@ class Case(verify.Case):
             VerifyError: a word that means nothing, or a value out of range.
         """
         return _parse(text, megatron)
+
+
+def tree_of(megatron: str) -> Path:
+    """The folder for `sys.path` of a case's megatron-core: a path, a release, or a source tree.
+
+    Raises:
+        NoTree: the source tree is not here.
+    """
+    if megatron not in SOURCE_TREES:
+        return resolve(megatron)
+    from tests.clients import trees
+
+    return trees.find(f"megatron-lm-{megatron}")
 
 
 _FLAGS: dict[str, tuple[str, Any]] = {

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.cases import Case
+from tests.cases import Case, tree_of
 from tests.phases import Phases
 from tests.skips import (  # noqa: F401
     pytest_configure,
@@ -17,7 +17,7 @@ from tests.skips import (  # noqa: F401
     pytest_runtest_makereport,
     pytest_terminal_summary,
 )
-from vime_optim.tools.megatron_source import RELEASES, SOURCE_TREES, fetch
+from vime_optim.tools.megatron_source import RELEASES, fetch
 from vime_optim.verify.launch import ForkLauncher
 from vime_optim.verify.runner import Outcome, run_case
 
@@ -51,12 +51,10 @@ class LauncherPool:
 
 def _megatron_of(release: str) -> Path:
     """A release, or a source tree, without which the test is skipped."""
-    if release not in SOURCE_TREES:
-        return fetch(release)
     from tests.clients import trees
 
     try:
-        return trees.find(f"megatron-lm-{release}")
+        return tree_of(release)
     except trees.NoTree as missing:
         pytest.skip(f"clients: {missing}")
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from tests.cases import GROUPS, Case
-from vime_optim.tools.megatron_source import RELEASES, SOURCE_TREES
+from tests.cases import GROUPS, SOURCE_TREES, Case
+from vime_optim.tools.megatron_source import RELEASES
 
 #: Every optimizer of the matrix, in the words of a case.
 BACKENDS = (

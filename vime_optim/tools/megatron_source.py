@@ -24,9 +24,6 @@ from vime_optim.errors import VerifyError
 #: The releases that vime_optim is tested with, oldest first.
 RELEASES = ("0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
 
-#: Source trees of Megatron-LM beside them, and the release whose ways each has.
-SOURCE_TREES = {"main": "0.20", "slime": "0.16"}
-
 _RELEASE = re.compile(r"\d+(\.\d+)+([a-z]+\d+)?")
 
 
@@ -44,8 +41,7 @@ def resolve(spec: str | Path) -> Path:
     """The folder that holds `megatron/core`, for `sys.path`.
 
     Args:
-        spec: a wheel file, an unpacked wheel, a Megatron-LM source checkout, a release number, or
-            the name of one of SOURCE_TREES.
+        spec: a wheel file, an unpacked wheel, a Megatron-LM source checkout, or a release number.
 
     Raises:
         VerifyError: the path holds no megatron-core, or the release cannot be fetched.
@@ -57,20 +53,12 @@ def resolve(spec: str | Path) -> Path:
         return _tree(path)
     if _RELEASE.fullmatch(str(spec)):
         return fetch(str(spec))
-    if str(spec) in SOURCE_TREES:
-        return _tree(source_trees_dir() / f"megatron-lm-{spec}")
     raise VerifyError(
         "no megatron-core there",
         where=str(spec),
         got="neither a file, nor a folder, nor a release number",
         expected=f"a path, or a release such as {RELEASES[-1]}",
     )
-
-
-def source_trees_dir() -> Path:
-    """VIME_OPTIM_MEGATRON_TREES, else `trees` beside the cache; holds megatron-lm-main etc."""
-    named = os.environ.get("VIME_OPTIM_MEGATRON_TREES")
-    return Path(named).absolute() if named else cache_dir().parent / "trees"
 
 
 def fetch(release: str) -> Path:
