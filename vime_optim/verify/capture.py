@@ -293,6 +293,11 @@ def rng_state() -> dict[str, torch.Tensor]:
     return state
 
 
+def is_rng_state(state: dict[str, torch.Tensor]) -> bool:
+    """Whether every generator is where `rng_state` found it."""
+    return all(torch.equal(state[key], value) for key, value in rng_state().items())
+
+
 def set_rng_state(state: dict[str, torch.Tensor]) -> None:
     """Inverse of `rng_state`."""
     from megatron.core import tensor_parallel

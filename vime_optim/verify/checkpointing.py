@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from vime_optim.errors import CheckpointError
-from vime_optim.verify.capture import model_metadata, rng_state, set_rng_state
+from vime_optim.verify.capture import is_rng_state, model_metadata, rng_state, set_rng_state
 from vime_optim.verify.directory import TRACKER, iteration_dir
-from vime_optim.verify.model import Job, seed_everything
+from vime_optim.verify.model import Job
 
 
 class ForeignCheckpointError(CheckpointError):
@@ -134,8 +134,7 @@ def load(job: Job, directory: Path, iteration: int) -> dict[str, Any]:
     before = rng_state()
     with_optimizer = not job.case.model_only
     template = _state_dict(job, metadata, is_loading=True, with_optimizer=with_optimizer)
-    same_model_parallel = (job.case.layout.tp, job.case.layout.pp) == (job.layout.tp, job.layout.pp)
-    if not same_model_parallel:
+    if not job.same_model_parallel:
         template.pop("rng_state", None)
     check_same_model(template["model"], source)
     loaded = dist_checkpointing.load(template, str(source))
@@ -145,13 +144,13 @@ def load(job: Job, directory: Path, iteration: int) -> dict[str, Any]:
         job.scheduler.load_state_dict(loaded["opt_param_scheduler"])
     else:
         job.optimizer.reload_model_params()
-    untouched = all(torch.equal(before[key], value) for key, value in rng_state().items())
+    untouched = is_rng_state(before)
     job.iteration = loaded["iteration"]
     job.consumed_samples = loaded["consumed_samples"]
-    if same_model_parallel:
+    if job.same_model_parallel:
         set_rng_state(loaded["rng_state"])
     else:
-        seed_everything(job.case.seed + 1000 + job.iteration)
+        job.seed_anew()
     return {"rng_untouched": untouched}
 
 

@@ -59,6 +59,16 @@ class Job:
             module = module.module
         return module
 
+    @property
+    def same_model_parallel(self) -> bool:
+        """Whether this side has the TP and PP of the save: only then do generators come back."""
+        saved, here = self.case.layout, self.layout
+        return (saved.tp, saved.pp) == (here.tp, here.pp)
+
+    def seed_anew(self) -> None:
+        """What a load in other sizes does instead, the same on every rank."""
+        seed_everything(self.case.seed + 1000 + self.iteration)
+
 
 class Builder:
     """Builds what one side of a case trains with; tests override what they have beyond it."""

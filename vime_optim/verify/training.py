@@ -16,8 +16,8 @@ import torch
 
 from vime_optim.errors import VerifyError
 from vime_optim.verify import model as sizes
-from vime_optim.verify.capture import rng_state
-from vime_optim.verify.model import Job, seed_everything
+from vime_optim.verify.capture import is_rng_state, rng_state
+from vime_optim.verify.model import Job
 
 
 def save(job: Job, directory: Path) -> None:
@@ -41,7 +41,7 @@ def load(job: Job, directory: Path, iteration: int) -> dict[str, Any]:
     def watch(state: Any) -> None:
         nonlocal untouched
         load_optimizer(state)
-        untouched = all(torch.equal(before[key], value) for key, value in rng_state().items())
+        untouched = is_rng_state(before)
 
     job.optimizer.load_state_dict = watch
     try:
@@ -52,9 +52,8 @@ def load(job: Job, directory: Path, iteration: int) -> dict[str, Any]:
         del job.optimizer.load_state_dict
     job.iteration = loaded
     job.consumed_samples = arguments.consumed_train_samples
-    saved, here = job.case.layout, job.layout
-    if (saved.tp, saved.pp) != (here.tp, here.pp):
-        seed_everything(job.case.seed + 1000 + job.iteration)
+    if not job.same_model_parallel:
+        job.seed_anew()
     return {"rng_untouched": untouched}
 
 

@@ -19,7 +19,7 @@ from vime_optim.verify.capture import (
     set_rng_state,
 )
 from vime_optim.verify.compare import State, global_index, load_state, round_tied_masters
-from vime_optim.verify.model import GLOBAL_BATCH_SIZE, Job, seed_everything
+from vime_optim.verify.model import GLOBAL_BATCH_SIZE, Job
 
 
 def apply(job: Job, folder: Path, iteration: int) -> None:
@@ -95,9 +95,8 @@ def _local(state: State, kind: str, place: list[dict[str, Any]], numel: int) -> 
 
 def _set_generators(job: Job, folder: Path) -> None:
     """The generator states that a load gives, see checkpoint.load."""
-    saved, here = job.case.layout, job.layout
-    if (saved.tp, saved.pp) != (here.tp, here.pp):
-        seed_everything(job.case.seed + 1000 + job.iteration)
+    if not job.same_model_parallel:
+        job.seed_anew()
         return
     # The saved state of this tensor and pipeline rank; data-parallel ranks hold the same.
     record = torch.load(folder / f"rank{_saved_rank(job)}.pt", weights_only=True)
