@@ -226,6 +226,20 @@ def _entry(name: str, value: Any) -> Change:
     return _manifest(lambda body: body["files"][sorted(body["files"])[0]].update({name: value}))
 
 
+def _whole_manifest(name: str, value: Any) -> Change:
+    return _manifest(lambda body: body.update({name: value}))
+
+
+def _digests(digit: str) -> Change:
+    """As many digests as there should be, of another's bytes."""
+
+    def change(body: dict[str, Any]) -> None:
+        for entry in body["files"].values():
+            entry["chunks"] = digit * len(entry["chunks"])
+
+    return _manifest(change)
+
+
 DEEP_JSON = "[" * 200_000
 
 
@@ -268,12 +282,50 @@ def changes() -> dict[str, Change]:
     }
     for name in ("../secret", "/etc/passwd", "a/b", "..", ""):
         found[f"manifest names {name!r}"] = _rename_entry(name)
-    for name in ("../secret", "/dev/zero", "/etc/passwd", "x\0y", "missing.distcp"):
+    for name, value in (
+        ("save_id", 3),
+        ("save_id", None),
+        ("version", "2"),
+        ("version", None),
+        ("format", None),
+        ("files", None),
+        ("files", []),
+        ("files", {"x": 1}),
+    ):
+        found[f"manifest whose {name} is {value!r}"] = _whole_manifest(name, value)
+    for name, value in (
+        ("stamp", 3),
+        ("stamp", None),
+        ("stamp", []),
+        ("size_bytes", "1"),
+        ("size_bytes", 1.5),
+        ("size_bytes", True),
+        ("size_bytes", None),
+        ("chunks", None),
+        ("chunks", "zz"),
+        ("items", 5),
+        ("items", [[1, 2, 3, 4]]),
+        ("items", [["key", -1, 2, None]]),
+        ("items", [["key", 0, 2, "x"]]),
+    ):
+        found[f"manifest of a file whose {name} is {value!r}"] = _entry(name, value)
+    for digit in "0f":
+        found[f"digests of {digit} alone"] = _digests(digit)
+    for name in (
+        "../secret",
+        "/dev/zero",
+        "/etc/passwd",
+        "x\0y",
+        "missing.distcp",
+        "a/b",
+        "..",
+        "",
+    ):
         found[f"data in {name!r}"] = _set("relative_path", name)
-    for offset in (-1, 1 << 62, 1 << 70, "1"):
+    for offset in (-1, 1 << 62, 1 << 70, "1", None, 1.5):
         found[f"data at {offset!r}"] = _set("offset", offset)
-    for length in (-1, 0, 10, 1 << 62):
-        found[f"data of length {length}"] = _set("length", length)
+    for length in (-1, 0, 10, 1 << 62, "1", None, 1.5):
+        found[f"data of length {length!r}"] = _set("length", length)
     for kind in (".metadata", "metadata.json", "common.pt", MANIFEST_NAME, "data"):
         for word, make in (
             ("a pipe", _pipe),

@@ -252,6 +252,7 @@ def removed(root: Path, draw: random.Random) -> str:
     job = Job(root, "a", _kind(draw))
     _began(job, draw, 0.2)
     folders = sorted(root.glob("iter_*"))
+    over = all((job.folder / f"done{rank}").exists() for rank in range(2))
     what = draw.choice(["directory moved", "directory replaced", "file removed", "file replaced"])
     if folders:
         _interfere(folders[0], what, draw)
@@ -259,7 +260,8 @@ def removed(root: Path, draw: random.Random) -> str:
         return "HUNG"
     found = judge(root, ("a",))
     ended = "done" if job.ends() == ["", ""] else "raised"
-    return f"{ended}, {found.split()[0]}"
+    when = "after the end" if over else "in the save" if folders else "before it"
+    return f"{when}: {ended}, {found.split()[0]}"
 
 
 def _interfere(folder: Path, what: str, draw: random.Random) -> None:
