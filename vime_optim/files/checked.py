@@ -56,9 +56,9 @@ class FileCheck:
         self.path, self.size_bytes, self.chunk_bytes = path, size_bytes, chunk_bytes
         self.digests, self._name_keys = digests, name_keys
         self.used: set[int] = set()
-        """ChunkLinks that something was read from."""
+        """Chunks that something was read from."""
         self.right: set[int] = set()
-        """ChunkLinks whose digest was compared."""
+        """Chunks whose digest was compared."""
 
     def use(self, start: int, end: int) -> None:
         """Note that the bytes [start, end) count for what is loaded."""
