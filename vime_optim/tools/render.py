@@ -78,7 +78,6 @@ def inspect_lines(report: InspectReport) -> list[str]:
     lines.append("")
     for finding in report.findings:
         lines += _wrap(f"{finding.severity.upper()} {finding.id}: {finding.what}", "  ")
-        lines[-1:] = lines[-1:]
         lines += _wrap(f"at {finding.where}", "      ", "    ")
         lines += _wrap(finding.todo, "      ", "    ")
     if not report.findings:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
@@ -81,6 +81,14 @@ class RankEstimate:
     stock_write_bytes: int
     stock_files: int
 
+    @property
+    def figures(self) -> dict[str, int]:
+        """All of it by name; what stock costs under `stock_...`."""
+        known = {f.name: getattr(self, f.name) for f in fields(self)}
+        stock = {f.name: getattr(self.stock, f.name) for f in fields(self.stock)}
+        del known["rank"], known["stock"]
+        return known | {f"stock_{name}": value for name, value in stock.items()}
+
 
 @dataclass(slots=True)
 class Spread:
@@ -104,24 +112,6 @@ class Spread:
         return self.total / self.count if self.count else 0.0
 
 
-RANK_FIGURES: dict[str, Callable[[RankEstimate], int]] = {
-    "own_bytes": lambda r: r.own_bytes,
-    "padding_bytes": lambda r: r.padding_bytes,
-    "write_bytes": lambda r: r.write_bytes,
-    "read_bytes": lambda r: r.read_bytes,
-    "boxes": lambda r: r.boxes,
-    "written_boxes": lambda r: r.written_boxes,
-    "files": lambda r: r.files,
-    "stock_host_bytes": lambda r: r.stock.host_bytes,
-    "stock_device_bytes": lambda r: r.stock.device_bytes,
-    "stock_received_bytes": lambda r: r.stock.received_bytes,
-    "stock_template_bytes": lambda r: r.stock.template_bytes,
-    "stock_tensors": lambda r: r.stock.tensors,
-    "stock_write_bytes": lambda r: r.stock_write_bytes,
-    "stock_files": lambda r: r.stock_files,
-}
-
-
 @dataclass(slots=True)
 class JobEstimate:
     """Figures of a whole job.
@@ -129,7 +119,7 @@ class JobEstimate:
     Attributes:
         model_numel: parameters of the model, counted from the checkpoint's tensors.
         keys: checkpoint tensors of the optimizer, over all three states.
-        figures: name -> Spread over the ranks, as in RANK_FIGURES.
+        figures: name -> Spread over the ranks, as in RankEstimate.figures.
         checked: whether every rank's plan was checked, and the cover over all ranks.
     """
 
@@ -360,12 +350,11 @@ def estimate_job(
     shapes = planner.global_shapes()
     job = JobEstimate(shape, layout, keys=len(shapes) * len(STATES))
     job.model_numel = sum(int(np.prod(s, dtype=np.int64)) for s in shapes.values())
-    job.figures = {name: Spread() for name in RANK_FIGURES}
     cover = CoverCheck() if check else None
     for rank in range(layout.world_size):
         estimate = planner.estimate(rank, cover)
-        for name, figure in RANK_FIGURES.items():
-            job.figures[name].add(figure(estimate))
+        for name, value in estimate.figures.items():
+            job.figures.setdefault(name, Spread()).add(value)
         if on_rank is not None:
             on_rank(estimate)
     if cover is not None:
