@@ -103,11 +103,12 @@ CI_ONLY = (
     "tests/project/test_package.py",
     "tests/test_patches.py::test_install_on_top_resumes_exactly",
     "tests/test_patches.py::test_resumes_exactly_without_install",
+    "tests/fixes/test_foreign.py",
     "tests/fixes/test_reported_faults.py",
     "tests/verify/test_ray.py",
     "tests/verify/test_stock.py",
-    "tests/writer/test_joint.py",
-    "tests/writer/test_saves.py",
+    "tests/fixes/test_writer_commit.py",
+    "tests/fixes/test_writer_async.py",
 )
 
 

@@ -6,15 +6,16 @@ imported yet are handled the same way, one module at a time, when their import e
 
 A fix is in force as a whole or not at all. With one target that is not understood none of its
 targets is patched; where that target's module is imported later than others, those are given back
-then. Rank 0 says so once.
+then. A fix that requires one that is off is off, too. Rank 0 says so once.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import pkgutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -23,45 +24,69 @@ from vime_optim import imports, log, patching
 from vime_optim.errors import ConflictError, NotUnderstoodError
 from vime_optim.patching import Patch, function_of
 from vime_optim.probe import describe_foreign_layer
-from vime_optim.registry import Diagnosis, Fix, Hit, Target, Verdict
+from vime_optim.registry import Diagnosis, Fix, Hit, On, Target, Verdict
 from vime_optim.workarounds import MODULES as WORKAROUND_MODULES
 from vime_optim.workarounds import known_as
 
+Unit = tuple[str, str]
+"""What is on or off as a whole: the id of a fix, and the package of its targets (see Target)."""
 
-@dataclass
+
+@dataclass(eq=False)
 class TargetState:
-    """A target's diagnosis and the patches applied for it."""
+    """A target, what was found at it (`raw`, an attribute of `owner`), and the patches for it."""
 
     fix: Fix
     target: Target
     diagnosis: Diagnosis = field(default_factory=lambda: Diagnosis(Verdict.PENDING))
     patches: list[Patch] = field(default_factory=list)
+    owner: Any = None
+    attribute: str = ""
+    raw: Any = None
 
+    @property
+    def unit(self) -> Unit:
+        return self.fix.id, self.target.package
 
-@dataclass
-class _Resolved:
-    state: TargetState
-    owner: Any
-    attribute: str
-    raw: Any
-    diagnosis: Diagnosis
+    def look(self) -> Diagnosis:
+        """Find the target in its module, which is imported, and diagnose it."""
+        module = self.owner = sys.modules[self.target.module]
+        *path, self.attribute = self.target.name.split(".")
+        for part in path:
+            self.owner = getattr(self.owner, part, None)
+        self.raw = patching.raw_attribute(self.owner, self.attribute)
+        if self.raw is None:
+            verdict = Verdict.ABSENT if self.target.optional else Verdict.NOT_UNDERSTOOD
+            return Diagnosis(verdict, "not in this release")
+        return self.target.diagnose(module, function_of(self.raw))
 
 
 class Installation:
     """The fixes in force in this process."""
 
     def __init__(self, fixes: Sequence[Fix], skipped: Iterable[str], strict: bool) -> None:
-        self.fixes = tuple(fixes)
+        self.fixes = {fix.id: fix for fix in fixes}
         self.skipped = frozenset(skipped)
         self.strict = strict
         self.hits: dict[str, int] = {fix.id: 0 for fix in fixes}
-        self.states = [TargetState(fix, target) for fix in fixes for target in fix.targets]
+        by_height = sorted(fixes, key=lambda fix: self._height(fix.id))
+        self.states = [TargetState(fix, target) for fix in by_height for target in fix.targets]
+        """In the order in which wrappers of one attribute are laid over one another."""
         self.active = False
-        self.off: dict[str, str] = {}
-        """Fixes with a target that is not understood, by id, with the reason."""
+        self.odd: dict[Unit, str] = {}
+        """Units with a target that is not understood, with the reason."""
+        self._set_pending()
+
+    def _height(self, fix: str) -> int:
+        """Over those of how many fixes, at most, a fix's wrappers come."""
+        below = [self._height(other) for other in self.fixes[fix].after if other in self.fixes]
+        return 1 + max(below, default=0)
+
+    def _set_pending(self) -> None:
         for state in self.states:
-            if state.fix.id in self.skipped:
-                state.diagnosis = Diagnosis(Verdict.SKIPPED)
+            skipped = state.fix.id in self.skipped
+            state.diagnosis = Diagnosis(Verdict.SKIPPED if skipped else Verdict.PENDING)
+            state.patches = []
 
     def apply(self) -> None:
         """Apply to every imported module, all or nothing, and wait for the others."""
@@ -87,61 +112,81 @@ class Installation:
         )
 
     def _apply_states(self, states: Sequence[TargetState]) -> None:
-        resolved = [_resolve(state) for state in states]
+        found = {state: state.look() for state in states}
         if self.strict:
-            _raise_not_understood(resolved)
-        off = self._newly_off(resolved)
-        for item in resolved:
-            if item.diagnosis.verdict is Verdict.NEEDED:
-                item.diagnosis = self._as_a_whole(item.state.fix, item.diagnosis, off)
-        needed = [item for item in resolved if item.diagnosis.verdict is Verdict.NEEDED]
-        for item in needed:
-            _check_conflict(item)
-        self._check_withdrawable(off)
+            _raise_not_understood(found)
+        odd = {**_not_understood(found), **self.odd}
+        needed = [s for s, diagnosis in found.items() if diagnosis.verdict is Verdict.NEEDED]
+        needed = [s for s in needed if not self._why_off(s.unit, odd)]
+        for state in needed:
+            _check_conflict(state)
+        stale = [s for s in self.states if s.patches and self._why_off(s.unit, odd)]
+        self._check_withdrawable(stale)
         self._patch(needed)
-        for item in resolved:
-            item.state.diagnosis = item.diagnosis
-        self.off.update(off)
-        self._withdraw(off)
-        for fix in self.fixes:
-            if fix.id in off:
-                _say_off(fix, off[fix.id])
+        self._withdraw(stale)
+        for state, diagnosis in found.items():
+            state.diagnosis = diagnosis
+        self._withhold(odd)
 
-    def _patch(self, needed: Sequence[_Resolved]) -> None:
+    def _why_off(self, unit: Unit, odd: dict[Unit, str]) -> str | None:
+        """Why a unit is off whatever its other targets are, None when it is not."""
+        fix, package = unit
+        reason = odd.get(unit) or odd.get((fix, ""))
+        if reason is not None:
+            return f"does not understand {reason}"
+        for other in self.fixes[fix].requires:
+            if other in self.skipped:
+                return f"needs {other!r}, which is skipped"
+            if other in self.fixes and self._why_off((other, package), odd):
+                return f"needs {other!r}, which is off"
+        return None
+
+    def _withhold(self, odd: dict[Unit, str]) -> None:
+        """Note which targets are needed and off with their fixes; say what is newly off."""
+        before, self.odd = self.odd, odd
+        for fix, package in dict.fromkeys(state.unit for state in self.states):
+            reason = self._why_off((fix, package), odd)
+            if reason is None:
+                continue
+            for state in self.states:
+                if state.unit == (fix, package) and state.diagnosis.verdict is Verdict.NEEDED:
+                    state.diagnosis = Diagnosis(Verdict.WITHHELD, f"with its fix, which {reason}")
+            told = package and self._why_off((fix, ""), odd)
+            if not told and not self._why_off((fix, package), before):
+                _say_off(self.fixes[fix], package, reason)
+
+    def _patch(self, needed: Sequence[TargetState]) -> None:
         """All of them, or none when one raises."""
-        applied: list[Patch] = []
         try:
-            for item in needed:
-                item.state.patches = self._wrap(item.state, item.owner, item.attribute)
-                applied += item.state.patches
+            for states in _by_place(needed):
+                self._wrap(states)
         except BaseException:
-            patching.undo(applied)
-            for item in needed:
-                item.state.patches = []
+            _undo(needed)
             raise
 
-    def _wrap(self, state: TargetState, owner: Any, attribute: str) -> list[Patch]:
-        make = functools.partial(_call_wrap, state.target, self._hit_of(state.fix))
-        return patching.replace(owner, attribute, make, state.fix.id)
+    def _wrap(self, states: Sequence[TargetState]) -> None:
+        """Lay the wrappers of one attribute over it."""
+        layers: dict[Any, list[TargetState]] = {}
+        for state in states:
+            told = isinstance(state.target.wrap, str)
+            layers.setdefault(state.target.wrap if told else state, []).append(state)
+        for layer in layers.values():
+            on = {state.fix.id: self._hit_of(state.fix) for state in layer}
+            make = functools.partial(_call_wrap, layer[0].target, on)
+            patches = patching.replace(layer[0].owner, layer[0].attribute, make, " ".join(on))
+            for state in layer:
+                state.patches = patches
 
-    def _newly_off(self, resolved: Sequence[_Resolved]) -> dict[str, str]:
-        """Fixes that are off from now on, by id, with the reason."""
-        off: dict[str, str] = {}
-        for item in resolved:
-            fix = item.state.fix.id
-            if item.diagnosis.verdict is Verdict.NOT_UNDERSTOOD and fix not in self.off:
-                off.setdefault(fix, f"{item.state.target} ({item.diagnosis.reason})")
-        return off
+    def _withdraw(self, stale: Sequence[TargetState]) -> None:
+        """Give back what earlier rounds patched for these; other fixes stay in force."""
+        for states in _by_place([state for state in self.states if state.patches]):
+            if any(state in stale for state in states):
+                _undo(states)
+                self._wrap([state for state in states if state not in stale])
 
-    def _as_a_whole(self, fix: Fix, diagnosis: Diagnosis, off: dict[str, str]) -> Diagnosis:
-        reason = off.get(fix.id) or self.off.get(fix.id)
-        if reason is None:
-            return diagnosis
-        return Diagnosis(Verdict.WITHHELD, f"with its fix, which does not understand {reason}")
-
-    def _check_withdrawable(self, off: dict[str, str]) -> None:
+    def _check_withdrawable(self, stale: Sequence[TargetState]) -> None:
         """Patches of a fix that goes off must still be on top, or below others of ours."""
-        paths = {p.path for s in self.states if s.fix.id in off for p in s.patches}
+        paths = {patch.path for patch in _patches_of(stale)}
         for path, what in self.laid_over().items():
             if path in paths:
                 raise NotUnderstoodError(
@@ -150,32 +195,8 @@ class Installation:
                     where=path,
                     got=what,
                     next_step="import all of Megatron before that patch is made, or skip with"
-                    f" VIME_OPTIM_SKIP={','.join(sorted(off))}",
+                    f" VIME_OPTIM_SKIP={','.join(sorted({state.fix.id for state in stale}))}",
                 )
-
-    def _withdraw(self, off: dict[str, str]) -> None:
-        """Give back what earlier rounds patched for these fixes; other fixes stay in force."""
-        stale = [state for state in self.states if state.fix.id in off and state.patches]
-        for state in stale:
-            if state.patches:
-                self._rebuild(state.patches[0], without=off)
-        for state in stale:
-            state.diagnosis = self._as_a_whole(state.fix, state.diagnosis, off)
-
-    def _rebuild(self, patch: Patch, without: dict[str, str]) -> None:
-        """Undo all layers of one attribute and make them anew, less those of some fixes."""
-        place = (patch.owner, patch.attribute)
-        layers = [
-            state
-            for state in self.states
-            if state.patches and (state.patches[0].owner, state.patches[0].attribute) == place
-        ]
-        patching.undo([patch for state in layers for patch in state.patches])
-        for state in layers:
-            state.patches = []
-        for state in layers:
-            if state.fix.id not in without:
-                state.patches = self._wrap(state, *place)
 
     def _after_workarounds(self, module: ModuleType) -> None:
         """A framework has just put known workarounds over our patches: ours go on top again."""
@@ -191,7 +212,7 @@ class Installation:
     def _stacks(self) -> dict[tuple[int, str], list[Patch]]:
         """The patches of each attribute, the innermost first."""
         stacks: dict[tuple[int, str], list[Patch]] = {}
-        for patch in (patch for state in self.states for patch in state.patches):
+        for patch in _patches_of(self.states):
             stacks.setdefault((id(patch.owner), patch.attribute), []).append(patch)
         return stacks
 
@@ -216,7 +237,6 @@ class Installation:
         Raises:
             ConflictError: somebody patched over one of ours; nothing was restored.
         """
-        patches = [patch for state in self.states for patch in state.patches]
         for path, what in self.laid_over().items():
             raise ConflictError(
                 "somebody patched over a method that vime_optim patched",
@@ -226,67 +246,78 @@ class Installation:
                 " nothing was restored",
             )
         self.active = False
-        self.off.clear()
-        patching.undo(patches)
-        for state in self.states:
-            state.patches = []
-            if state.diagnosis.verdict is not Verdict.SKIPPED:
-                state.diagnosis = Diagnosis(Verdict.PENDING)
+        self.odd.clear()
+        patching.undo(_patches_of(self.states))
+        self._set_pending()
 
 
-def _resolve(state: TargetState) -> _Resolved:
-    target = state.target
-    module = sys.modules[target.module]
-    *path, attribute = target.name.split(".")
-    owner: Any = module
-    for part in path:
-        owner = getattr(owner, part, None)
-    raw = patching.raw_attribute(owner, attribute)
-    if raw is None:
-        verdict = Verdict.ABSENT if target.optional else Verdict.NOT_UNDERSTOOD
-        diagnosis = Diagnosis(verdict, "not in this release")
-        return _Resolved(state, owner, attribute, None, diagnosis)
-    diagnosis = target.diagnose(module, function_of(raw))
-    return _Resolved(state, owner, attribute, raw, diagnosis)
+def _patches_of(states: Iterable[TargetState]) -> list[Patch]:
+    """In the order in which they were laid, each once: a wrapper may be that of several fixes."""
+    return list({id(patch): patch for state in states for patch in state.patches}.values())
 
 
-def _raise_not_understood(resolved: Sequence[_Resolved]) -> None:
-    unknown = [r for r in resolved if r.diagnosis.verdict is Verdict.NOT_UNDERSTOOD]
+def _by_place(states: Iterable[TargetState]) -> Iterable[list[TargetState]]:
+    places: dict[tuple[int, str], list[TargetState]] = {}
+    for state in states:
+        places.setdefault((id(state.owner), state.attribute), []).append(state)
+    return places.values()
+
+
+def _undo(states: Sequence[TargetState]) -> None:
+    patching.undo(_patches_of(states))
+    for state in states:
+        state.patches = []
+
+
+def _not_understood(found: Mapping[TargetState, Diagnosis]) -> dict[Unit, str]:
+    odd: dict[Unit, str] = {}
+    for state, diagnosis in found.items():
+        if diagnosis.verdict is Verdict.NOT_UNDERSTOOD:
+            odd.setdefault(state.unit, f"{state.target} ({diagnosis.reason})")
+    return odd
+
+
+def _raise_not_understood(found: Mapping[TargetState, Diagnosis]) -> None:
+    unknown = {s: d for s, d in found.items() if d.verdict is Verdict.NOT_UNDERSTOOD}
     if unknown:
         raise NotUnderstoodError(
             "some targets are not understood and strict mode is on",
-            where="; ".join(f"{r.state.fix.id}: {r.state.target}" for r in unknown),
-            got="; ".join(r.diagnosis.reason for r in unknown),
+            where="; ".join(f"{state.fix.id}: {state.target}" for state in unknown),
+            got="; ".join(diagnosis.reason for diagnosis in unknown.values()),
             next_step="skip these fixes by VIME_OPTIM_SKIP, or run without strict;"
             " nothing was changed",
         )
 
 
-def _check_conflict(item: _Resolved) -> None:
-    current = function_of(item.raw)
-    if getattr(current, "__vime_optim__", False) or known_as(current, str(item.state.target)):
+def _check_conflict(state: TargetState) -> None:
+    current = function_of(state.raw)
+    if getattr(current, "__vime_optim__", False) or known_as(current, str(state.target)):
         return
-    foreign = describe_foreign_layer(current, sys.modules[item.state.target.module])
+    foreign = describe_foreign_layer(current, sys.modules[state.target.module])
     if foreign is not None:
         raise ConflictError(
             "somebody else already patched a method that a fix targets",
-            where=f"{item.state.target} (fix {item.state.fix.id})",
+            where=f"{state.target} (fix {state.fix.id})",
             got=foreign,
             expected="the method that megatron-core defines",
             next_step="call vime_optim.install() before that patch, remove the patch, or skip the"
-            f" fix with VIME_OPTIM_SKIP={item.state.fix.id}; nothing was changed",
+            f" fix with VIME_OPTIM_SKIP={state.fix.id}; nothing was changed",
         )
 
 
-def _call_wrap(target: Target, hit: Hit, function: Any) -> Any:
+def _call_wrap(target: Target, on: On, function: Any) -> Any:
+    if isinstance(target.wrap, str):
+        return pkgutil.resolve_name(target.wrap)(function, on)
+    (hit,) = on.values()
     return target.wrap(function, hit)
 
 
-def _say_off(fix: Fix, reason: str) -> None:
+def _say_off(fix: Fix, package: str, reason: str) -> None:
+    where = f"for {package}" if package else "as a whole"
     log.say(
         logging.WARNING,
-        f"vime_optim: fix {fix.id!r} is off as a whole, and {', '.join(fix.faults)} may strike: it"
-        f" does not understand {reason}. Take a megatron-core that `vime-optim doctor` knows, or a"
+        f"vime_optim: fix {fix.id!r} is off {where}, and {', '.join(fix.faults)} may strike: it"
+        f" {reason}. Take a megatron-core that `vime-optim doctor` knows, or a"
         f" newer vime_optim. VIME_OPTIM_STRICT=1 makes this an error, VIME_OPTIM_SKIP={fix.id}"
         " silences it",
     )

@@ -30,6 +30,16 @@ def parameters_of(function: Any) -> tuple[str, ...]:
         return ()
 
 
+def bind(function: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Arguments by name, with those of **kwargs beside the others."""
+    signature = inspect.signature(function)
+    bound = dict(signature.bind(*args, **kwargs).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            bound.update(bound.pop(name, {}))
+    return bound
+
+
 def missing_parameters(function: Any, *needed: str) -> str:
     """A reason when the function lacks one of the `needed` parameters, else ''."""
     have = parameters_of(function)

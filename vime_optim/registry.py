@@ -5,7 +5,7 @@ installation.py puts fixes in force.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import ModuleType
@@ -16,6 +16,11 @@ from vime_optim.probe import has_patch, missing_parameters
 
 Hit = Callable[[], None]
 Wrap = Callable[[Callable[..., Any], Hit], Callable[..., Any]]
+On = Mapping[str, Hit]
+"""Fixes in force that have a step in one function, by id."""
+Call = dict[str, Any]
+"""Arguments of one call of such a function, by name; a step may change them."""
+Tell = Callable[[Callable[..., Any], On], Callable[..., Any]]
 
 
 class Verdict(Enum):
@@ -25,7 +30,7 @@ class Verdict(Enum):
     FIXED_UPSTREAM = "fixed upstream"
     NOT_UNDERSTOOD = "not understood"
     WITHHELD = "withheld"
-    """Needed, but another target of the same fix is not understood."""
+    """Needed, but another target of the fix is not understood, or a fix that it requires is off."""
     ABSENT = "absent"
     PENDING = "not imported yet"
     SKIPPED = "skipped"
@@ -71,21 +76,34 @@ def unless_patched(patch: str, *names: str) -> Callable[[ModuleType, Any], Diagn
     return diagnose
 
 
+_OPTIONAL_PACKAGES = ("nvidia_resiliency_ext", "nemo_rl")
+"""Packages that many jobs do without; what is not understood there concerns their users alone."""
+
+
 @dataclass(frozen=True)
 class Target:
     """One attribute of one Megatron module that a fix wraps.
 
-    `name` is the attribute's path in the module ('Class.method' or 'function'). `wrap` gets the
-    original function and a hit counter and returns the replacement. `diagnose` gets the module and
-    the original function and probes the code, never the version string. An `optional` target may
-    be absent from some releases.
+    Attributes:
+        module, name: where it is; `name` is a path in the module ('Class.method' or 'function').
+        wrap: gets the original function and a hit counter, and returns the replacement. Where
+            several fixes have a step in one function, all of them give the place of the one wrapper
+            that tells their order ('module:name', a `Tell`).
+        diagnose: gets the module and the original function, and probes the code, never the version.
+        optional: may be absent from some releases.
     """
 
     module: str
     name: str
-    wrap: Wrap
+    wrap: Wrap | str
     diagnose: Callable[[ModuleType, Any], Diagnosis] = lambda module, original: NEEDED
     optional: bool = False
+
+    @property
+    def package(self) -> str:
+        """Of a module that a job may do without, else ''."""
+        package = self.module.partition(".")[0]
+        return package if package in _OPTIONAL_PACKAGES else ""
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"
@@ -93,12 +111,22 @@ class Target:
 
 @dataclass(frozen=True)
 class Fix:
-    """A named change that ends one or more faults. In force whole or not at all."""
+    """A named change that ends one or more faults. In force whole or not at all.
+
+    One exception: targets in a package that a job may do without (nvidia-resiliency-ext) stand or
+    fall by themselves, and with those in Megatron.
+
+    Attributes:
+        requires: fixes without which this one is off.
+        after: fixes whose wrappers lie below this one's, where both wrap the same attribute.
+    """
 
     id: str
     faults: tuple[str, ...]
     summary: str
     targets: tuple[Target, ...]
+    requires: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
 
 
 def select(fixes: Sequence[Fix], skip: Sequence[str], only: Sequence[str]) -> frozenset[str]:

@@ -17,7 +17,7 @@ class Row:
     faults: tuple[str, ...]
     target: str
     verdict: str
-    """needed | fixed upstream | not understood | absent | not imported yet | skipped"""
+    """needed | fixed upstream | not understood | withheld | absent | not imported yet | skipped"""
     applied: bool
     hits: int
     """How often the fix was reached, summed over all targets of the fix."""
@@ -106,7 +106,7 @@ class Report:
         return grouped
 
 
-_IDLE = ("skipped", "fixed upstream", "absent", "not understood")
+_IDLE = ("skipped", "fixed upstream", "absent", "not understood", "withheld")
 """Verdicts of a target that is left alone."""
 
 _PLAIN = ("skipped", "not imported yet", "needed", "absent")

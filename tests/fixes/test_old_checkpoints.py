@@ -111,15 +111,3 @@ def test_stock_shifts_states_behind_a_padded_bucket(
     CaseRun(launcher, case, tmp_path / "ours").save(separate_continuous=False)
     outcome = load_with_install(launcher, case.replace(install=False), tmp_path / "ours")
     assert outcome.exact, outcome.summary()
-
-
-@pytest.mark.parametrize("release", ["0.19.2"])
-def test_stock_reads_what_was_saved_gather_free(
-    release: str, launchers: LauncherPool, tmp_path: Path
-) -> None:
-    """The files are Megatron's own: stock loads ours at another DP and goes on exactly."""
-    case = Case.parse(f"{release},hybrid,pao,f=1,dp=3->2")
-    launcher = launchers.get(release)
-    CaseRun(launcher, case, tmp_path).save(separate_continuous=False)
-    outcome = load_with_install(launcher, case.replace(install=False), tmp_path)
-    assert outcome.exact, outcome.summary()

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -195,6 +197,103 @@ def test_a_fix_that_goes_off_late_leaves_the_others_in_force(
     assert verdicts == [Verdict.WITHHELD] * len(TARGETS) + [Verdict.NOT_UNDERSTOOD]
     installation.remove()
     assert before == {name: dict(vars(o)) for name, o in (("D", toy.Derived), ("B", toy.Base))}
+
+
+def tell_toy(original: Any, on: Any) -> Any:
+    def told(*args: Any, **kwargs: Any) -> Any:
+        for hit in on.values():
+            hit()
+        return f"{' '.join(on)}: {original(*args, **kwargs)}"
+
+    return told
+
+
+def step_of(id: str, **options: Any) -> Fix:
+    story = f"{__name__}:tell_toy"
+    return Fix(id, ("F0",), "a toy", (Target("toy_target", "Derived.own", story, **options),))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_one_wrapper_tells_the_steps_of_several_fixes(
+    toy: ModuleType, monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    """Those in force alone, each with its own hits, also when one of them goes off later."""
+    monkeypatch.delitem(sys.modules, "toy_user")
+    own = vars(toy.Derived)["own"]
+    odd = Target("toy_user", "function", counting, lambda *_: not_understood("it is odd"))
+    going = replace(step_of("b"), targets=(*step_of("b").targets, *([odd] if late else [])))
+    fixes = [step_of("a"), going, step_of("c"), step_of("d")]
+    installation = Installation(fixes, ("c",), strict=False)
+    installation.apply()
+    assert toy.Derived().own() == "a b d: own"
+    importlib.import_module("toy_user")
+    after = "a d: own" if late else "a b d: own"
+    assert toy.Derived().own() == after
+    assert installation.hits == {"a": 2, "b": 1 if late else 2, "c": 0, "d": 2}
+    applied = [state.fix.id for state in installation.states if state.patches]
+    assert applied == after.removesuffix(": own").split()
+    installation.remove()
+    assert vars(toy.Derived)["own"] is own
+
+
+def test_a_fix_is_off_with_one_that_it_requires(toy: ModuleType) -> None:
+    odd = fix("function", id="odd", diagnose=lambda *_: not_understood("it is odd"))
+    needs = {"a": "skipped", "b": "a", "c": "odd", "d": "there"}
+    fixes = [replace(step_of(id), requires=(other,)) for id, other in needs.items()]
+    fixes += [fix("Derived.made", id="skipped"), odd, fix("Derived.inherited", id="there")]
+    installation = Installation(fixes, ("skipped",), strict=False)
+    installation.apply()
+    assert toy.Derived().own() == "d: own"
+    why = {state.fix.id: state.diagnosis.reason for state in installation.states}
+    assert "'skipped', which is skipped" in why["a"]
+    assert "'a', which is off" in why["b"]
+    assert "'odd', which is off" in why["c"]
+    assert [state.diagnosis.verdict for state in installation.states][:3] == [Verdict.WITHHELD] * 3
+    installation.remove()
+
+
+def test_a_package_that_a_job_may_do_without_stands_or_falls_by_itself(
+    toy: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An nvidia-resiliency-ext that is not understood turns nothing off in Megatron."""
+    (tmp_path / "nvidia_resiliency_ext.py").write_text(SOURCE)
+    extension = importlib.import_module("nvidia_resiliency_ext")
+    odd = Target(
+        "nvidia_resiliency_ext", "function", counting, lambda *_: not_understood("it is odd")
+    )
+    more = Target("nvidia_resiliency_ext", "Derived.own", counting)
+    below = Fix("below", ("F0",), "a toy", (*fix("Derived.own").targets, odd))
+    above = Fix("above", ("F0",), "a toy", (*fix("function").targets, more), requires=("below",))
+    installation = Installation([below, above], (), strict=False)
+    installation.apply()
+    assert toy.Derived().own() == "ours: own"
+    assert toy.function() == "ours: function"
+    assert extension.Derived().own() == "own", "it needs the other's, which is off there"
+    with pytest.raises(NotUnderstoodError, match="it is odd"):
+        Installation([below], (), strict=True).apply()
+    installation.remove()
+    broken = Fix("below", ("F0",), "a toy", (*fix("Derived.own").targets, more, odd))
+    odd_here = fix("function", id="above", diagnose=lambda *_: not_understood("it is odd"))
+    whole = Installation([broken, replace(odd_here, targets=(*odd_here.targets, more))], (), False)
+    whole.apply()
+    assert extension.Derived().own() == "own", "off in Megatron, a fix is off everywhere"
+    whole.remove()
+    sys.modules.pop("nvidia_resiliency_ext")
+
+
+def test_layers_lie_as_declared_in_whatever_order_the_fixes_are_listed(toy: ModuleType) -> None:
+    def named(original: Any, hit: Hit, name: str) -> Any:
+        return lambda *args: f"{name} {original(*args)}"
+
+    after = {"c": ("b", "a"), "b": ("a",), "a": ()}
+    fixes = [
+        Fix(id, (), "", (Target("toy_target", "function", partial(named, name=id)),), after=below)
+        for id, below in after.items()
+    ]
+    installation = Installation(fixes, (), strict=True)
+    installation.apply()
+    assert toy.function() == "c b a function"
+    installation.remove()
 
 
 def test_undo_refuses_to_go_below_a_later_patch(toy: ModuleType) -> None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
 from typing import Any
 
 import pytest
 
-from tests.install.test_install import run_script
 from vime_optim.errors import CheckpointError
 from vime_optim.optimizer.matching import match_groups
-from vime_optim.tools.megatron_source import RELEASES, fetch
 
 OLD_KEYS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 NEW_KEYS = (*OLD_KEYS, "max_lr", "min_lr")
@@ -129,33 +126,3 @@ def test_groups_of_other_multipliers_are_never_paired(key: str) -> None:
     """Also where the release compares nothing: one group is left over on each side."""
     with pytest.raises(CheckpointError, match="no saved param group fits"):
         match_groups([group(**{key: 0.5})], [saved(group(), 0)])
-
-
-@pytest.mark.parametrize(
-    "release",
-    [r if r == "0.16.1" else pytest.param(r, marks=pytest.mark.matrix) for r in RELEASES],
-)
-def test_optimizers_that_are_not_distributed(release: str) -> None:
-    answer = json.loads(
-        run_script(
-            fetch(release),
-            f"""
-            load_megatron()
-            import json, vime_optim
-            from megatron.core.optimizer.optimizer import MegatronOptimizer
-
-            def maxima():
-                current = {[group(), group(max_lr=0.005)]!r}
-                stored = [dict(g, params=[i]) for i, g in enumerate(current[::-1])]
-                found = MegatronOptimizer._filter_and_reorder_param_groups(current, stored)
-                return [[g["max_lr"], g["params"]] for g in found]
-
-            stock = maxima()
-            vime_optim.install()
-            print(json.dumps([stock, maxima()]))
-            """,
-        )
-    )
-    stock, ours = answer
-    assert ours == [[0.02, [0]], [0.005, [1]]]
-    assert (stock == ours) == release.startswith("0.19")

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from vime_optim import collectives
 from vime_optim.errors import VimeOptimError, WriterError
 
 _VALUES = 3
@@ -48,18 +49,13 @@ def agree(
         if error is not None:
             raise _left(kind(what, where=where, got=error, next_step=next_step))
         return [_signed(value) for value in values]
-    backend = str(torch.distributed.get_backend(group))
-    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else "cpu"
     vector = [int(error is not None), *map(_signed, values), *([0] * (_VALUES - len(values)))]
-    sums = torch.tensor(vector, dtype=torch.int64, device=device)
     try:
-        torch.distributed.all_reduce(sums, group=group)
-        failed, *added = sums.tolist()
+        failed, *sums = collectives.added(vector, group)
         if not failed:
-            return added[: len(values)]
-        errors: list[Any] = [None] * torch.distributed.get_world_size(group)
+            return sums[: len(values)]
         own = None if error is None else (torch.distributed.get_rank(), error)
-        torch.distributed.all_gather_object(errors, own, group=group)
+        errors = collectives.gathered(own, group)
     except BaseException as broken:
         _left(broken, is_broken=True)  # a rank is gone: there is nobody to agree with any more
         raise

@@ -15,8 +15,9 @@ from typing import Any
 from vime_optim.commit.agreement import Operation
 from vime_optim.errors import OptimizerStateError
 from vime_optim.optimizer.kinds import has_buffers, is_stub, owned_params
+from vime_optim.optimizer.record import record_of
+from vime_optim.state_dicts import walk
 
-_HALF = "_vime_optim_half_loaded"
 _thread = threading.local()
 
 
@@ -50,7 +51,7 @@ class _Load:
         self.has_begun = True
         for optimizer in self.optimizers:
             if not _is_empty(optimizer):
-                setattr(optimizer, _HALF, self.directory)
+                record_of(optimizer).half_loaded_from = self.directory
 
 
 def _is_empty(optimizer: Any) -> bool:
@@ -61,14 +62,12 @@ def _is_empty(optimizer: Any) -> bool:
     return shards and next(iter(owned_params(optimizer)), None) is None
 
 
-def _members(state: Any, depth: int = 4) -> Iterator[Any]:
+def _members(template: Any) -> Iterator[Any]:
     """The optimizers whose state is in a template."""
-    owner = getattr(state, "owner", None)
-    if owner is not None:
-        yield from getattr(owner, "chained_optimizers", [owner])
-    elif isinstance(state, dict) and depth:
-        for value in list(state.values()):
-            yield from _members(value, depth - 1)
+    for _, value in walk(template):
+        owner = getattr(value, "owner", None) if isinstance(value, dict) else None
+        if owner is not None:
+            yield from getattr(owner, "chained_optimizers", [owner])
 
 
 def reading_begins() -> None:
@@ -80,7 +79,7 @@ def reading_begins() -> None:
 
 def taken(optimizer: Any) -> None:
     """The optimizer has taken its whole state."""
-    optimizer.__dict__.pop(_HALF, None)
+    record_of(optimizer).half_loaded_from = None
 
 
 def require_whole(optimizer: Any, action: str) -> None:
@@ -90,7 +89,7 @@ def require_whole(optimizer: Any, action: str) -> None:
             finished.
     """
     for member in getattr(optimizer, "chained_optimizers", (optimizer,)):
-        directory = member.__dict__.get(_HALF)
+        directory = record_of(member).half_loaded_from
         if directory is not None:
             raise OptimizerStateError(
                 f"this optimizer cannot be {action}: a load into it was not finished, so that its"

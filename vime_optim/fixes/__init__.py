@@ -46,8 +46,6 @@ FIXES: tuple[Fix, ...] = (
     device_gradients.FIX,
     fine_tune.FIX,
     framework_refresh.FIX,
-    # Later ones are outside of earlier ones: a state dict that `sharding` builds anew has the steps
-    # of `chained`, and `formats` decides before either.
     chained.FIX,
     sharding.FIX,
     common_state.FIX,

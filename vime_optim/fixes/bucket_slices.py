@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from vime_optim import collectives
 from vime_optim.errors import OptimizerStateError
 from vime_optim.fixes.places import DISTRIBUTED
 from vime_optim.registry import Fix, Hit, Target, takes
@@ -123,8 +124,7 @@ def _holds_padding_alone(buffer: Any, ranks: int) -> bool:
 
 
 def _agreed(dtypes: list[Dtypes], group: Any) -> list[Dtypes]:
-    everywhere: list[Any] = [None] * group.size()
-    torch.distributed.all_gather_object(everywhere, dtypes, group=group)
+    everywhere = collectives.gathered(dtypes, group)
     return [
         next((there[index] for there in everywhere if there[index]), own)
         for index, own in enumerate(dtypes)

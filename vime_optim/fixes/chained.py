@@ -20,15 +20,16 @@ from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
-import torch
-
-from vime_optim.fixes.places import OPTIMIZER, SERIALIZATION
+from vime_optim import collectives
+from vime_optim.fixes.places import OPTIMIZER, SAVE, SERIALIZATION
 from vime_optim.optimizer.groups_only import COUNTS, saved_step
 from vime_optim.optimizer.kinds import counts_steps, has_buffers
 from vime_optim.optimizer.matching import match_groups
 from vime_optim.optimizer.stock_state import MARK
 from vime_optim.probe import missing_parameters
-from vime_optim.registry import NEEDED, Diagnosis, Fix, Hit, Target, not_understood, takes
+from vime_optim.registry import NEEDED, Call, Diagnosis, Fix, Hit, Target, not_understood, takes
+from vime_optim.reshard.engine import ParamState
+from vime_optim.state_dicts import walk
 
 _OWN = ("param_state", "param_state_sharding_type", "grad_scaler")
 
@@ -60,17 +61,13 @@ def _wrap_sharded(original: Any, hit: Hit) -> Any:
     return sharded_state_dict
 
 
-def _wrap_save(original: Any, hit: Hit) -> Any:
-    """Ranks of several pipeline stages agree on the step, as rank 0 may hold none of the params."""
-
-    def save(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        if _pipeline_size() > 1:
-            hit()
-            lists = list(_group_lists(sharded_state_dict))
-            _fill_steps(lists, _highest_anywhere(lists))
-        return original(sharded_state_dict, *args, **kwargs)
-
-    return save
+def agree_on_the_step(call: Call, hit: Hit) -> None:
+    """Collective: where ranks of several pipeline stages save, they give all groups the highest
+    step, as rank 0 may hold none of the params."""
+    if _pipeline_size() > 1:
+        hit()
+        lists = list(_group_lists(call["sharded_state_dict"]))
+        _fill_steps(lists, _highest_anywhere(lists))
 
 
 def _lists_of_counting(optimizers: list[Any], state: dict[Any, Any]) -> list[list[Any]]:
@@ -92,19 +89,16 @@ def _takes_step_from_groups(optimizer: Any) -> bool:
     return counts_steps(optimizer.optimizer)
 
 
-def _group_lists(state: Any, depth: int = 4) -> Iterator[list[dict[str, Any]]]:
+def _group_lists(state: Any) -> Iterator[list[dict[str, Any]]]:
     """The groups of optimizers that count steps, in whatever place the caller put them."""
-    state = getattr(state, "data", state)  # a ShardedObject, where every stage writes its own
-    if not isinstance(state, dict) or depth == 0:
-        return
-    groups = state.get("param_groups")
-    if isinstance(groups, list):
-        if state.get(COUNTS):
-            yield groups
-        return
-    for key, value in state.items():
-        if key == "optimizer" or isinstance(key, int):
-            yield from _group_lists(value, depth - 1)
+    for _, value in walk(state, leaves=ParamState):
+        held = getattr(value, "data", value)  # a ShardedObject, where every stage writes its own
+        if not isinstance(held, dict):
+            continue
+        if held is not value:
+            yield from _group_lists(held)
+        elif value.get(COUNTS) and isinstance(value.get("param_groups"), list):
+            yield value["param_groups"]
 
 
 def _fill_steps(lists: Iterable[list[dict[str, Any]]], step: int | None = None) -> None:
@@ -119,10 +113,7 @@ def _fill_steps(lists: Iterable[list[dict[str, Any]]], step: int | None = None) 
 
 def _highest_anywhere(lists: Iterable[list[dict[str, Any]]]) -> int | None:
     own = saved_step([group for groups in lists for group in groups])
-    device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
-    highest = torch.tensor([-1 if own is None else own], dtype=torch.int64, device=device)
-    torch.distributed.all_reduce(highest, op=torch.distributed.ReduceOp.MAX)
-    step = int(highest.item())
+    step = collectives.highest(-1 if own is None else own)
     return step if step >= 0 else None
 
 
@@ -199,7 +190,7 @@ FIX = Fix(
         Target(
             SERIALIZATION,
             "save",
-            _wrap_save,
+            SAVE,
             takes("sharded_state_dict"),
         ),
         Target(

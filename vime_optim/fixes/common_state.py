@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from vime_optim import state_dicts
 from vime_optim.errors import CheckpointError
 from vime_optim.fixes.places import SERIALIZATION
 from vime_optim.registry import Fix, Hit, Target, takes
@@ -102,7 +103,7 @@ def mend_common_state(state: Any) -> list[str]:
         CheckpointError: it names a class outside of its param groups, or its param state holds
             more than steps: neither can be dropped.
     """
-    return _strip_classes(state) + _strip_param_state(state, "", 6)
+    return _strip_classes(state) + _strip_param_state(state)
 
 
 def _strip_classes(state: Any) -> list[str]:
@@ -127,18 +128,14 @@ def _strip_classes(state: Any) -> list[str]:
     return removed
 
 
-def _strip_param_state(state: Any, path: str, depth: int) -> list[str]:
-    if not isinstance(state, dict) or depth == 0:
-        return []
+def _strip_param_state(state: Any) -> list[str]:
     removed: list[str] = []
-    for key, value in list(state.items()):
-        dotted = f"{path}.{key}" if path else str(key)
-        if key == "param_state" and "param_state_sharding_type" in state:
-            _require_only_steps(value, dotted)
-            del state[key]
+    for path, value in state_dicts.walk(state):
+        if isinstance(value, dict) and {"param_state", "param_state_sharding_type"} <= value.keys():
+            dotted = ".".join(map(str, (*path, "param_state")))
+            _require_only_steps(value["param_state"], dotted)
+            del value["param_state"]
             removed.append(dotted)
-        else:
-            removed += _strip_param_state(value, dotted, depth - 1)
     return removed
 
 

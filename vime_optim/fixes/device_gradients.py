@@ -68,4 +68,5 @@ FIX = Fix(
             takes("self"),
         ),
     ),
+    after=("pageable",),
 )

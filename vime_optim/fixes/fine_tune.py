@@ -21,9 +21,7 @@ from typing import Any
 import torch
 import wrapt
 
-from vime_optim.fixes.canonical_master import sync_moved_params
 from vime_optim.fixes.places import DISTRIBUTED
-from vime_optim.fixes.restore import write_slot
 from vime_optim.optimizer.fresh_state import ensure_state
 from vime_optim.optimizer.kinds import (
     has_buffers,
@@ -32,6 +30,7 @@ from vime_optim.optimizer.kinds import (
     owned_params,
 )
 from vime_optim.optimizer.refresh import is_trained, stays
+from vime_optim.optimizer.restoring import sync_moved_params, write_slot
 from vime_optim.optimizer.slots import master_slot
 from vime_optim.probe import has_patch, missing_parameters, source_of
 from vime_optim.registry import NEEDED, Diagnosis, Fix, Hit, Target, fixed_upstream, not_understood

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vime_optim.fixes.places import DISTRIBUTED
+from vime_optim.fixes.places import DISTRIBUTED, STATE_DICT
 from vime_optim.optimizer.kinds import has_buffers
 from vime_optim.optimizer.stock_state import MARK, check_unmarked
 from vime_optim.registry import Fix, Hit, Target, takes
@@ -22,16 +22,9 @@ from vime_optim.registry import Fix, Hit, Target, takes
 _CLASS = "DistributedOptimizer"
 
 
-def _wrap_state_dict(original: Any, hit: Hit) -> Any:
-    def state_dict(self: Any) -> Any:
-        state = original(self)
-        # Only together do these fixes keep each state under its name, and none is shifted.
-        needed = (self.sharded_param_state_fully_reshardable, original)
-        if has_buffers(self) and all(hasattr(method, "__vime_optim__") for method in needed):
-            state["optimizer"][MARK] = True
-        return state
-
-    return state_dict
+def mark(state: dict[str, Any]) -> None:
+    """Say in an optimizer's state dict that each state is under its own name."""
+    state["optimizer"][MARK] = True
 
 
 def _wrap_load_state_dict(original: Any, hit: Hit) -> Any:
@@ -55,7 +48,8 @@ FIX = Fix(
     faults=("F7", "F19", "F20", "F26"),
     summary="states that stock wrote wrongly beyond repair are refused",
     targets=(
-        _target("state_dict", _wrap_state_dict),
+        _target("state_dict", STATE_DICT),
         _target("load_state_dict", _wrap_load_state_dict, "state_dict"),
     ),
+    after=("step",),
 )

@@ -20,52 +20,45 @@ import sys
 from typing import Any
 
 from vime_optim import settings
+from vime_optim.commit import agreement
 from vime_optim.errors import OptimizerStateError, PlanError, WriterError
-from vime_optim.fixes.places import SERIALIZATION, TRAINING
+from vime_optim.fixes.places import SAVE, SERIALIZATION, TRAINING
 from vime_optim.fixes.sharding import (
     DP,
     FULLY,
-    NOT_FULLY,
     TYPE_KEY,
     FoundState,
-    bind,
     fitting,
     keeping_the_type,
     optimizer_states,
     recorded_types,
-    replaced,
 )
-from vime_optim.registry import Fix, Hit, Target, takes
+from vime_optim.optimizer.record import record_of
+from vime_optim.probe import bind
+from vime_optim.registry import Call, Fix, Hit, Target, takes
 from vime_optim.reshard.complete import incomplete_tensor, missing_weight
 from vime_optim.reshard.engine import ParamState, param_states
+from vime_optim.state_dicts import replaced
 
 logger = logging.getLogger("vime_optim")
 
 _NOT_BUILT = "the state to save was not built, as a rank failed"
 
 
-def _wrap_save(original: Any, hit: Hit) -> Any:
-    def save(*args: Any, **kwargs: Any) -> Any:
-        from vime_optim.commit import agreement
-
-        hit()
-        bound = bind(original, *args, **kwargs)
-        directory = str(bound["checkpoint_dir"])
-        operation = agreement.current()
-        if operation is not None:
-            _settle(bound, operation)
-        else:
-            operation = agreement.Operation(_NOT_BUILT, directory, WriterError)
-            with agreement.together(operation):
-                _settle(bound, operation)
-        return original(**bound)
-
-    return save
-
-
-def _settle(bound: dict[str, Any], operation: Any) -> None:
+def settle_format(call: Call, hit: Hit) -> None:
     """Collective: the state dict and the content metadata of the type that is saved."""
-    state = bound["sharded_state_dict"]
+    hit()
+    operation = agreement.current()
+    if operation is not None:
+        _settle(call, operation)
+        return
+    operation = agreement.Operation(_NOT_BUILT, str(call["checkpoint_dir"]), WriterError)
+    with agreement.together(operation):
+        _settle(call, operation)
+
+
+def _settle(call: Call, operation: agreement.Operation) -> None:
+    state = call["sharded_state_dict"]
     found = list(optimizer_states(state))
     params = [each for each in param_states(state) if not each.is_loading]
     plans = [each.plan for each in params]
@@ -76,12 +69,12 @@ def _settle(bound: dict[str, Any], operation: Any) -> None:
     if missing and fully:
         error = incomplete_tensor(plans)
         if error is not None:
-            bound["sharded_state_dict"] = _other_format(state, found, params, error)
+            call["sharded_state_dict"] = _other_format(state, found, params, error)
             operation.check()
             saved = DP
-    content = bound.get("content_metadata") or {}
+    content = call.get("content_metadata") or {}
     if saved is not None and content.get(TYPE_KEY) != saved:
-        bound["content_metadata"] = {**content, TYPE_KEY: saved}
+        call["content_metadata"] = {**content, TYPE_KEY: saved}
 
 
 def _other_format(
@@ -107,7 +100,7 @@ def _other_format(
     for path, each in found:
         if each.sharding_type == FULLY:
             inside += len(list(param_states(each)))
-            setattr(each.owner, NOT_FULLY, True)
+            record_of(each.owner).cannot_be_fully = True
             state = replaced(state, path, each.rebuild(DP, False))
     if inside < len(params):
         raise error
@@ -150,8 +143,6 @@ def _wrap_from_state_dict(original: Any, hit: Hit) -> Any:
     """What becomes a local checkpoint, whoever asks for it."""
 
     def from_state_dict(cls: Any, sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        from vime_optim.commit import agreement
-
         operation = agreement.Operation(
             "the local checkpoint was not made, as a rank failed", "a local checkpoint", WriterError
         )
@@ -197,7 +188,7 @@ FIX = Fix(
         Target(
             SERIALIZATION,
             "save",
-            _wrap_save,
+            SAVE,
             takes("sharded_state_dict", "checkpoint_dir", "content_metadata"),
         ),
         Target(

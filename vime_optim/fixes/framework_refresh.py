@@ -24,9 +24,7 @@ def _wrap_of_framework(original: Any, hit: Hit) -> Any:
     def refresh_masters(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         members = getattr(optimizer, "chained_optimizers", [optimizer])
         hybrids = [m for m in members if is_hybrid(getattr(m, "optimizer", None))]
-        methods = [m._copy_model_params_to_main_params for m in hybrids]
-        methods += [m.optimizer.update_fp32_param_by_new_param for m in hybrids]
-        if not hybrids or not all(hasattr(method, "__vime_optim__") for method in methods):
+        if not hybrids:
             return original(optimizer, *args, **kwargs)
         hit()
         for member in hybrids:
@@ -56,4 +54,5 @@ FIX = Fix(
             optional=True,
         ),
     ),
+    requires=("fine-tune", "hybrid-refresh"),
 )

@@ -18,10 +18,19 @@ from typing import Any
 
 import torch
 
+from vime_optim import collectives
 from vime_optim.errors import CheckpointError
-from vime_optim.fixes.places import DISTRIBUTED, SERIALIZATION, TORCH_STRATEGY
-from vime_optim.fixes.restore import write_slot
-from vime_optim.registry import Fix, Hit, Target, takes
+from vime_optim.fixes.places import (
+    DISTRIBUTED,
+    LOAD,
+    SAVE,
+    SERIALIZATION,
+    STATE_DICT,
+    TORCH_STRATEGY,
+)
+from vime_optim.fixes.sharding import ShardedOptimizerState
+from vime_optim.optimizer.restoring import write_slot
+from vime_optim.registry import Call, Fix, Hit, Target, takes
 from vime_optim.reshard import coded
 from vime_optim.reshard.engine import (
     ParamState,
@@ -32,6 +41,7 @@ from vime_optim.reshard.engine import (
 )
 from vime_optim.reshard.keys import compare_digests
 from vime_optim.reshard.taking import destinations_for, finish_load, give_back, lend
+from vime_optim.state_dicts import replaced, walk
 
 
 def _wrap_build(original: Any, hit: Hit) -> Any:
@@ -72,48 +82,34 @@ def _wrap_update(original: Any, hit: Hit) -> Any:
     return update
 
 
-def _wrap_load(original: Any, hit: Hit) -> Any:
-    def load(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        for state in param_states(sharded_state_dict):
-            give_back(state.dist_opt)  # an earlier loaded state keeps its values
-            if state.is_loading:
-                expect_load(state)
-        return original(_as_templates(sharded_state_dict), *args, **kwargs)
-
-    return load
-
-
-def _as_templates(state: Any, depth: int = 5) -> Any:
-    """A state dict whose param states, built to be saved, can be loaded into."""
-    if isinstance(state, ParamState):
-        return state if state.is_loading else as_template(state)
-    if type(state) is not dict or not depth:
-        return state
-    changed = {key: _as_templates(value, depth - 1) for key, value in state.items()}
-    return changed if any(changed[key] is not state[key] for key in state) else state
+def make_templates(call: Call) -> None:
+    """Let the optimizers of a template be loaded into, also where it was built to be saved."""
+    for state in param_states(call["sharded_state_dict"]):
+        give_back(state.dist_opt)  # an earlier loaded state keeps its values
+        if state.is_loading:
+            expect_load(state)
+    template = call["sharded_state_dict"]
+    # What the fix `sharding` can rebuild, it rebuilds.
+    for path, state in walk(template, leaves=(ParamState, ShardedOptimizerState)):
+        if isinstance(state, ParamState) and not state.is_loading:
+            template = replaced(template, path, as_template(state))
+    call["sharded_state_dict"] = template
 
 
-def _wrap_save(original: Any, hit: Hit) -> Any:
-    def save(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        for state in param_states(sharded_state_dict):
-            _compare_plans(state)
-        return original(sharded_state_dict, *args, **kwargs)
-
-    return save
+def compare_plans(call: Call) -> None:
+    """Collective: raise on every rank when some are about to write different tensors."""
+    for state in param_states(call["sharded_state_dict"]):
+        _compare_plans(state)
 
 
 def _compare_plans(state: ParamState) -> None:
     """Raise on every rank of the group when the ranks are about to write different tensors."""
-    size = torch.distributed.get_world_size(state.group)
-    if size == 1:
+    if torch.distributed.get_world_size(state.group) == 1:
         return
-    digests: list[Any] = [None] * size
-    torch.distributed.all_gather_object(digests, state.digest, group=state.group)
-    ranks = torch.distributed.get_process_group_ranks(state.group)
+    digests = collectives.gathered(state.digest, state.group)
     if len(set(digests)) > 1:
-        keys: list[Any] = [None] * size
-        torch.distributed.all_gather_object(keys, state.plan.keys, group=state.group)
-        compare_digests(digests, ranks, keys)
+        ranks = torch.distributed.get_process_group_ranks(state.group)
+        compare_digests(digests, ranks, collectives.gathered(state.plan.keys, state.group))
 
 
 def _wrap_local_plan(original: Any, hit: Hit) -> Any:
@@ -204,16 +200,17 @@ FIX = Fix(
             _wrap_finish,
             takes("self", "state_dict"),
         ),
+        Target(DISTRIBUTED, "DistributedOptimizer.state_dict", STATE_DICT, takes("self")),
         Target(
             SERIALIZATION,
             "save",
-            _wrap_save,
+            SAVE,
             takes("sharded_state_dict"),
         ),
         Target(
             SERIALIZATION,
             "load",
-            _wrap_load,
+            LOAD,
             takes("sharded_state_dict"),
         ),
         *(

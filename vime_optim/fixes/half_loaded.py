@@ -11,11 +11,12 @@ Remove when: never; reading in place is what makes loading cheap.
 from __future__ import annotations
 
 import functools
+from contextlib import AbstractContextManager
 from typing import Any
 
-from vime_optim.commit import loading
-from vime_optim.fixes.places import DISTRIBUTED, OPTIMIZER, TORCH_STRATEGY
-from vime_optim.registry import Fix, Hit, Target, takes
+from vime_optim.commit import agreement, loading
+from vime_optim.fixes.places import DISTRIBUTED, LOAD, OPTIMIZER, SERIALIZATION, TORCH_STRATEGY
+from vime_optim.registry import Call, Fix, Hit, Target, takes
 
 _CLASSES = (
     (DISTRIBUTED, "DistributedOptimizer"),
@@ -23,6 +24,11 @@ _CLASSES = (
     (OPTIMIZER, "Float16OptimizerWithFloat16Params"),
     (OPTIMIZER, "FP32Optimizer"),
 )
+
+
+def until_taken(call: Call, operation: agreement.Operation | None) -> AbstractContextManager[None]:
+    """Around a load: from when the reading begins, its optimizers count as half loaded."""
+    return loading.into(call["sharded_state_dict"], str(call["checkpoint_dir"]), operation)
 
 
 def _wrap_step(original: Any, hit: Hit) -> Any:
@@ -74,6 +80,7 @@ FIX = Fix(
     faults=("F14",),
     summary="an optimizer that a load left half done is neither stepped nor saved",
     targets=(
+        Target(SERIALIZATION, "load", LOAD, takes("sharded_state_dict", "checkpoint_dir")),
         *(
             Target(module, f"{name}.step_with_ready_grads", _wrap_step)
             for module, name in _CLASSES
@@ -98,4 +105,5 @@ FIX = Fix(
             _wrap_finish_plan,
         ),
     ),
+    after=("writer-async", "writer-commit", "sharding", "stub"),
 )

@@ -11,9 +11,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from vime_optim.fixes.places import HYBRID
-from vime_optim.optimizer.fresh_state import ensure_hybrid_state
-from vime_optim.registry import Fix, Hit, Target, unless_patched
+from vime_optim.fixes.places import DISTRIBUTED, HYBRID, STATE_DICT
+from vime_optim.optimizer.fresh_state import ensure_hybrid_state, ensure_saveable
+from vime_optim.optimizer.kinds import is_hybrid
+from vime_optim.registry import Fix, Hit, Target, takes, unless_patched
+
+
+def make_state(dist_opt: Any, hit: Hit) -> None:
+    """Of CPU offload that has none, before its state dict is asked for."""
+    if is_hybrid(dist_opt.optimizer) and not dist_opt.optimizer.state:
+        hit()
+        ensure_saveable(dist_opt)
 
 
 def _wrap_dummy_step(original: Any, hit: Hit) -> Any:
@@ -31,6 +39,7 @@ FIX = Fix(
     faults=("F15",),
     summary="state is made without random numbers and without moving a parameter",
     targets=(
+        Target(DISTRIBUTED, "DistributedOptimizer.state_dict", STATE_DICT, takes("self")),
         Target(
             HYBRID,
             "HybridDeviceOptimizer.dummy_step",

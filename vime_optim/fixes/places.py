@@ -1,4 +1,4 @@
-"""Modules of Megatron, torch and nvidia-resiliency-ext that several fixes wrap something of."""
+"""Modules that several fixes wrap something of, and the wrappers that they share."""
 
 from __future__ import annotations
 
@@ -12,3 +12,8 @@ TORCH_STRATEGY = f"{STRATEGIES}.torch"
 TRAINING = "megatron.training.checkpointing"
 NVRX = "nvidia_resiliency_ext.checkpointing.async_ckpt"
 DCP = "torch.distributed.checkpoint"
+
+# In whose calls several fixes have a step (see Target.wrap).
+SAVE = "vime_optim.fixes.save_load:tell_save"
+LOAD = "vime_optim.fixes.save_load:tell_load"
+STATE_DICT = "vime_optim.fixes.save_load:tell_state_dict"

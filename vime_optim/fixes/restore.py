@@ -19,11 +19,10 @@ from typing import Any
 import torch
 
 from vime_optim.errors import OptimizerStateError
-from vime_optim.fixes.canonical_master import note_moved
 from vime_optim.fixes.places import DISTRIBUTED
 from vime_optim.optimizer.kinds import MASTER, STATE_MASTER, param_name
-from vime_optim.optimizer.slots import RemainderSlot, Slot, slots_of
-from vime_optim.optimizer.stock_state import examine
+from vime_optim.optimizer.restoring import write_slot
+from vime_optim.optimizer.slots import slots_of
 from vime_optim.probe import has_patch, missing_parameters
 from vime_optim.registry import NEEDED, Diagnosis, Fix, Hit, Target, Verdict, not_understood
 
@@ -50,16 +49,6 @@ def restore_states(dist_opt: Any, model_param: torch.Tensor, tensors: Mapping[st
                 " (`vime-optim inspect`)",
             )
         write_slot(dist_opt, slot, value.detach().reshape(-1))
-
-
-def write_slot(dist_opt: Any, slot: Slot, value: torch.Tensor) -> None:
-    """Store one value, and remember when that changed a bit of the model parameter."""
-    if isinstance(slot, RemainderSlot):
-        value = examine(dist_opt, slot, value.detach().to(slot.device))
-        if slot.write_and_compare(value):
-            note_moved(dist_opt)
-    else:
-        slot.write(value)
 
 
 def _find(tensors: Mapping[str, Any], name: str) -> Any:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import inspect
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -29,9 +28,13 @@ import torch
 
 from vime_optim import settings
 from vime_optim.errors import CheckpointError, OptimizerStateError
-from vime_optim.fixes.places import DISTRIBUTED, OPTIMIZER, SERIALIZATION, TRAINING
-from vime_optim.registry import Fix, Hit, Target, takes
+from vime_optim.fixes.places import DISTRIBUTED, LOAD, OPTIMIZER, SERIALIZATION, TRAINING
+from vime_optim.optimizer.record import record_of
+from vime_optim.probe import bind
+from vime_optim.registry import Call, Fix, Hit, Target, takes
 from vime_optim.reshard import kept
+from vime_optim.reshard.engine import ParamState
+from vime_optim.state_dicts import Path, replaced, walk
 
 TYPE_KEY = "distrib_optim_sharding_type"
 RECORD_KEY = "param_state_sharding_type"
@@ -39,9 +42,6 @@ FULLY = "fully_reshardable"
 DP = "dp_reshardable"
 DEAD = "fully_sharded_model_space"
 """Megatron's default type; its flattened ranges were dropped before 0.15."""
-
-NOT_FULLY = "_vime_optim_not_fully"
-"""Set on an optimizer that fully_reshardable was found unable to describe."""
 
 _FROZEN_AT_START = 1000
 """More than Python 3.12 freezes by itself (375 objects); a user's gc.freeze() takes 100,000."""
@@ -210,7 +210,7 @@ def _wrap_sharded_state_dict(original: Any, hit: Hit) -> Any:
 
 def _settled(optimizer: Any, requested: str | None, is_loading: bool) -> str:
     chosen = settle_type(getattr(optimizer, "config", None), requested, is_loading)
-    if chosen == FULLY and not is_loading and optimizer.__dict__.get(NOT_FULLY):
+    if chosen == FULLY and not is_loading and record_of(optimizer).cannot_be_fully:
         return DP
     return chosen
 
@@ -237,42 +237,30 @@ def _collecting_new_garbage_only() -> Iterator[None]:
         gc.unfreeze()
 
 
-def bind(function: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Arguments by name, with those of **kwargs beside the others."""
-    signature = inspect.signature(function)
-    bound = dict(signature.bind(*args, **kwargs).arguments)
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            bound.update(bound.pop(name, {}))
-    return bound
-
-
-def recorded_types(state: Any, depth: int = 4) -> Iterator[str]:
+def recorded_types(state: Any) -> Iterator[str]:
     """Sharding types recorded in a state dict, in whatever place the caller put the optimizer."""
-    if not isinstance(state, dict) or depth == 0:
-        return
-    found = state.get(RECORD_KEY)
-    if isinstance(found, str):
-        yield found
-    for value in state.values():
-        yield from recorded_types(value, depth - 1)
+    for _, value in walk(state, leaves=ParamState):
+        found = value.get(RECORD_KEY) if isinstance(value, dict) else None
+        if isinstance(found, str):
+            yield found
 
 
-def _wrap_load(original: Any, hit: Hit) -> Any:
-    def load(*args: Any, **kwargs: Any) -> Any:
-        hit()
-        bound = bind(original, *args, **kwargs)
-        found = list(optimizer_states(bound["sharded_state_dict"]))
-        if found:
-            bound["sharded_state_dict"] = fitting(
-                bound["sharded_state_dict"],
-                found,
-                _type_of_checkpoint(str(bound["checkpoint_dir"])),
-            )
-        with kept.described(bound["sharded_state_dict"]) as template:
-            return original(**{**bound, "sharded_state_dict": template})
+def take_the_saved_type(call: Call, hit: Hit) -> None:
+    """Rebuild the template of an optimizer whose checkpoint is of another type than it is."""
+    hit()
+    template = call["sharded_state_dict"]
+    found = list(optimizer_states(template))
+    if found:
+        saved = _type_of_checkpoint(str(call["checkpoint_dir"]))
+        call["sharded_state_dict"] = fitting(template, found, saved)
 
-    return load
+
+@contextlib.contextmanager
+def keeping_the_template(call: Call) -> Iterator[None]:
+    """The caller's description of the model is afterwards as it was."""
+    with kept.described(call["sharded_state_dict"]) as template:
+        call["sharded_state_dict"] = template
+        yield
 
 
 def fitting(template: dict[Any, Any], found: list[FoundState], saved: str | None) -> dict[Any, Any]:
@@ -296,32 +284,21 @@ def fitting(template: dict[Any, Any], found: list[FoundState], saved: str | None
     return template
 
 
-FoundState = tuple[tuple[Any, ...], ShardedOptimizerState]
-"""The keys that lead to an optimizer's state in a state dict, and the state."""
+FoundState = tuple[Path, ShardedOptimizerState]
+"""Where an optimizer's state is in a state dict, and the state."""
 
 
-def optimizer_states(
-    state: Any, path: tuple[Any, ...] = (), depth: int = 4
-) -> Iterator[FoundState]:
+def optimizer_states(state: Any) -> Iterator[FoundState]:
     """Where a caller put what sharded_state_dict() gave it.
 
     Raises:
         BaseException: of the rank that could not build one.
     """
-    if isinstance(state, RefusedState):
-        raise state.error
-    if isinstance(state, ShardedOptimizerState):
-        yield path, state
-    elif isinstance(state, dict) and depth:
-        for key, value in list(state.items()):
-            yield from optimizer_states(value, (*path, key), depth - 1)
-
-
-def replaced(state: dict[Any, Any], path: tuple[Any, ...], value: Any) -> Any:
-    """A state dict with another value at `path`; the caller's own stays as it is."""
-    if not path:
-        return value
-    return {**state, path[0]: replaced(state[path[0]], path[1:], value)}
+    for path, value in walk(state, leaves=(ShardedOptimizerState, RefusedState)):
+        if isinstance(value, RefusedState):
+            raise value.error
+        if isinstance(value, ShardedOptimizerState):
+            yield path, value
 
 
 def _type_of_checkpoint(directory: str) -> str | None:
@@ -375,7 +352,7 @@ FIX = Fix(
             _wrap_sharded_state_dict,
             takes("model_sharded_state_dict", "is_loading"),
         ),
-        Target(SERIALIZATION, "load", _wrap_load, takes("sharded_state_dict", "checkpoint_dir")),
+        Target(SERIALIZATION, "load", LOAD, takes("sharded_state_dict", "checkpoint_dir")),
         Target(
             TRAINING,
             "_build_sharded_state_dict_metadata",
@@ -384,4 +361,5 @@ FIX = Fix(
             optional=True,
         ),
     ),
+    after=("chained",),
 )

@@ -24,8 +24,7 @@ from typing import Any
 import torch
 
 from vime_optim.errors import CheckpointError
-from vime_optim.fixes.canonical_master import is_canonical, sync_moved_params
-from vime_optim.fixes.places import DISTRIBUTED, OPTIMIZER
+from vime_optim.fixes.places import DISTRIBUTED, OPTIMIZER, STATE_DICT
 from vime_optim.optimizer.fresh_state import ensure_saveable, ensure_state
 from vime_optim.optimizer.groups_only import COUNTS, groups_only, saved_step, step_into_groups
 from vime_optim.optimizer.kinds import (
@@ -43,7 +42,9 @@ from vime_optim.optimizer.kinds import (
     sub_optimizers,
 )
 from vime_optim.optimizer.matching import identifiers, match_groups
+from vime_optim.optimizer.record import record_of
 from vime_optim.optimizer.refresh import note_restored
+from vime_optim.optimizer.restoring import sync_moved_params
 from vime_optim.optimizer.slots import slots_of
 from vime_optim.optimizer.steps import drop_steps, steps_as_numbers, write_step
 from vime_optim.probe import has_patch, missing_parameters, source_of
@@ -60,21 +61,16 @@ from vime_optim.registry import (
 )
 
 
-def _wrap_state_dict(original: Any, hit: Hit) -> Any:
-    def state_dict(self: Any) -> dict[str, Any]:
-        if not has_buffers(self):
-            result: dict[str, Any] = original(self)
-            return result
-        hit()
-        ensure_saveable(self)
-        with groups_only(self) as inner:
-            result = original(self)
-        step_into_groups(inner, result["optimizer"]["param_groups"])
-        if counts_steps(inner):
-            result["optimizer"][COUNTS] = True
-        return result
-
-    return state_dict
+def state_with_steps(original: Any, dist_opt: Any, hit: Hit) -> dict[str, Any]:
+    """The state dict of an optimizer: its groups with their step, without its tensors."""
+    hit()
+    ensure_saveable(dist_opt)
+    with groups_only(dist_opt) as inner:
+        state: dict[str, Any] = original(dist_opt)
+    step_into_groups(inner, state["optimizer"]["param_groups"])
+    if counts_steps(inner):
+        state["optimizer"][COUNTS] = True
+    return state
 
 
 def _wrap_load_state_dict(original: Any, hit: Hit) -> Any:
@@ -150,7 +146,7 @@ def _wrap_get(original: Any, hit: Hit) -> Any:
     ) -> dict[str, torch.Tensor]:
         hit()
         param = optimizer_param(self, model_param)  # first: Megatron's own map may be wrong
-        if is_canonical(self):
+        if record_of(self).is_canonical:
             return {name: slot.read() for name, slot in slots_of(self, model_param).items()}
         tensors = {
             name: value
@@ -195,7 +191,7 @@ def _diagnose(*needed: str) -> Any:
     return diagnose
 
 
-def _target(name: str, wrap: Wrap, *needed: str) -> Target:
+def _target(name: str, wrap: Wrap | str, *needed: str) -> Target:
     return Target(DISTRIBUTED, f"DistributedOptimizer.{name}", wrap, _diagnose(*needed))
 
 
@@ -204,7 +200,7 @@ FIX = Fix(
     faults=("F1", "F2", "F3", "F4", "F8", "F18", "F20", "F21", "F24", "F25", "F29"),
     summary="step is a counter: kept out of param state, restored from param groups",
     targets=(
-        _target("state_dict", _wrap_state_dict),
+        _target("state_dict", STATE_DICT),
         _target("load_state_dict", _wrap_load_state_dict, "state_dict"),
         _target("_get_main_param_and_optimizer_states", _wrap_get, "model_param"),
         Target(

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from vime_optim.fixes.places import DISTRIBUTED, OPTIMIZER
+from vime_optim.fixes.places import DISTRIBUTED, OPTIMIZER, STATE_DICT
 from vime_optim.optimizer.kinds import is_stub
 from vime_optim.registry import Fix, Hit, Target, Wrap, takes
 
@@ -26,16 +26,18 @@ def empty_state() -> dict[str, Any]:
     return {"optimizer": {"param_groups": []}}
 
 
-def _wrap_state_dict(original: Any, hit: Hit) -> Any:
-    """Serves state_dict() and sharded_state_dict()."""
-
-    def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_stub(self):
-            return original(self, *args, **kwargs)
+def holds_nothing(optimizer: Any, hit: Hit) -> bool:
+    if is_stub(optimizer):
         hit()
-        return empty_state()
+        return True
+    return False
 
-    return state_dict
+
+def _wrap_sharded(original: Any, hit: Hit) -> Any:
+    def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return empty_state() if holds_nothing(self, hit) else original(self, *args, **kwargs)
+
+    return sharded_state_dict
 
 
 def _wrap_nothing(original: Any, hit: Hit) -> Any:
@@ -118,11 +120,11 @@ FIX = Fix(
     faults=("F23",),
     summary="a chained optimizer without parameters is saved and loaded as nothing",
     targets=(
-        Target(DISTRIBUTED, "DistributedOptimizer.state_dict", _wrap_state_dict, takes("self")),
+        Target(DISTRIBUTED, "DistributedOptimizer.state_dict", STATE_DICT, takes("self")),
         Target(
             DISTRIBUTED,
             "DistributedOptimizer.sharded_state_dict",
-            _wrap_state_dict,
+            _wrap_sharded,
             takes("self", "model_sharded_state_dict"),
         ),
         _target("load_state_dict", _wrap_nothing, "state_dict"),
@@ -146,4 +148,5 @@ FIX = Fix(
             takes("self"),
         ),
     ),
+    after=("step", "foreign", "canonical-master", "sharding"),
 )

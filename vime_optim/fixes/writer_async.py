@@ -19,7 +19,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from vime_optim.fixes.places import DISTRIBUTED, NVRX, OPTIMIZER, STRATEGIES
+from vime_optim.fixes.places import DISTRIBUTED, LOAD, NVRX, OPTIMIZER, SERIALIZATION, STRATEGIES
 from vime_optim.probe import (
     describe_foreign_layer,
     missing_parameters,
@@ -35,6 +35,7 @@ from vime_optim.registry import (
     Wrap,
     fixed_upstream,
     not_understood,
+    takes,
 )
 
 # Callers.
@@ -121,6 +122,13 @@ def _wrap_change(original: Any, hit: Hit) -> Any:
         return original(*args, **kwargs)
 
     return change
+
+
+def hold_saves() -> None:
+    """Before a load: DCP reads into the very tensors that a save may be writing."""
+    from vime_optim.async_save import guard
+
+    guard.before_change()
 
 
 def _wrap_resize(original: Any, hit: Hit) -> Any:
@@ -222,5 +230,7 @@ FIX = Fix(
             optional=True,
         ),
         *_update_targets(),
+        Target(SERIALIZATION, "load", LOAD, takes("checkpoint_dir")),
     ),
+    after=("stub", "gather-free"),
 )

@@ -15,15 +15,19 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any
 
+from vime_optim.commit import agreement, load_check, sessions
 from vime_optim.errors import CheckpointError, WriterError
-from vime_optim.fixes.places import NVRX, STRATEGIES
+from vime_optim.files.checked import comparing
+from vime_optim.fixes.places import LOAD, NVRX, SAVE, STRATEGIES
 from vime_optim.probe import missing_parameters, source_of
 from vime_optim.registry import (
     NEEDED,
+    Call,
     Diagnosis,
     Fix,
     Hit,
@@ -38,67 +42,71 @@ _NOT_LOADED = "the checkpoint was not loaded, as a rank failed"
 _LOAD_AGAIN = "the model may be half loaded: load this or an older checkpoint before going on"
 
 
-def _wrap_save(original: Any, hit: Hit) -> Any:
-    signature = inspect.signature(original)
-
-    def save(*args: Any, **kwargs: Any) -> Any:
-        directory = str(signature.bind(*args, **kwargs).arguments["checkpoint_dir"])
-        if directory.startswith("msc://"):
-            return original(*args, **kwargs)
-        from vime_optim.commit import agreement, sessions
-
-        hit()
-        operation = agreement.Operation(_NOT_SAVED, directory, WriterError)
-        with agreement.together(operation):
-            session = sessions.open_session(directory)
-            try:
-                with sessions.belonging_to(session):
-                    request = original(*args, **kwargs)
-                if request is None:
-                    session.finish()
-                else:
-                    sessions.finalized_by(session, request)
-                    operation.check()
-            except BaseException:
-                session.release()
-                raise
-        return request
-
-    return save
+def is_remote(call: Call) -> bool:
+    """Paths of the multi-storage client are left to Megatron."""
+    return str(call["checkpoint_dir"]).startswith("msc://")
 
 
-def _wrap_load(original: Any, hit: Hit) -> Any:
-    signature = inspect.signature(original)
+def one_save(call: Call) -> AbstractContextManager[None]:
+    """All ranks leave this block by an exception, or none does."""
+    operation = agreement.Operation(_NOT_SAVED, str(call["checkpoint_dir"]), WriterError)
+    return agreement.together(operation)
 
-    def load(*args: Any, **kwargs: Any) -> Any:
-        from vime_optim.async_save import guard
-        from vime_optim.commit import agreement, load_check, loading
-        from vime_optim.files.checked import comparing
 
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        directory = str(bound.arguments["checkpoint_dir"])
-        guard.before_change()  # DCP reads into the very tensors that a save may be writing
-        if directory.startswith("msc://"):
-            return original(*args, **kwargs)
-        hit()
-        # Without validation Megatron's load has no collective, and any rank may call it alone.
-        everybody = bool(bound.arguments.get("validate_access_integrity", True))
-        alone = bound.arguments.get("process_group") is not None or not everybody
-        operation = None
-        if not alone:
-            operation = agreement.Operation(_NOT_LOADED, directory, CheckpointError, _LOAD_AGAIN)
-        template = bound.arguments["sharded_state_dict"]
-        with loading.into(template, directory, operation), agreement.together(operation):
-            checks = load_check.check_before_load(directory, collective=not alone)
-            with load_check.errors_of_ours(directory):
-                with comparing(checks.files):
-                    loaded = original(*args, **kwargs)
-                checks.settle()
-            agreement.point()
-        return loaded
+@contextmanager
+def session(call: Call, hit: Hit) -> Iterator[sessions.SaveSession]:
+    """Collective: the directory is locked, and freed of what was in it, until the commit."""
+    hit()
+    agreement.point()  # all came so far: only now is an older save taken away
+    opened = sessions.open_session(str(call["checkpoint_dir"]))
+    try:
+        with sessions.belonging_to(opened):
+            yield opened
+    except BaseException:
+        opened.release()
+        raise
 
-    return load
+
+def commit(session: sessions.SaveSession, request: Any) -> None:
+    """Collective: all ranks have saved; an async save commits when it is finalized."""
+    if request is None:
+        session.finish()
+    else:
+        sessions.finalized_by(session, request)
+        agreement.point()
+
+
+def operation_of_load(call: Call) -> agreement.Operation | None:
+    """None for a load that a rank may do alone: without validation Megatron's has no collective."""
+    everybody = bool(call.get("validate_access_integrity", True))
+    if call.get("process_group") is not None or not everybody:
+        return None
+    directory = str(call["checkpoint_dir"])
+    return agreement.Operation(_NOT_LOADED, directory, CheckpointError, _LOAD_AGAIN)
+
+
+@contextmanager
+def one_load(call: Call, operation: agreement.Operation | None) -> Iterator[None]:
+    """All ranks leave this block by an exception, or none does; torch's become ours."""
+    with agreement.together(operation):
+        with load_check.errors_of_ours(str(call["checkpoint_dir"])):
+            yield
+        agreement.point()
+
+
+@contextmanager
+def whole_or_refused(call: Call, operation: agreement.Operation | None, hit: Hit) -> Iterator[None]:
+    """Before anything is read, refuse what is not whole; compare what is read with its digests.
+
+    Raises:
+        CheckpointError: on every rank.
+    """
+    hit()
+    directory = str(call["checkpoint_dir"])
+    checks = load_check.check_before_load(directory, collective=operation is not None)
+    with comparing(checks.files):
+        yield
+    checks.settle()
 
 
 def _wrap_collective(original: Any, hit: Hit) -> Any:
@@ -106,8 +114,6 @@ def _wrap_collective(original: Any, hit: Hit) -> Any:
 
     @functools.wraps(original)
     def collective(*args: Any, **kwargs: Any) -> Any:
-        from vime_optim.commit import agreement
-
         agreement.point()
         return original(*args, **kwargs)
 
@@ -119,8 +125,6 @@ def _wrap_template(original: Any, hit: Hit) -> Any:
 
     @functools.wraps(original)
     def mcore_to_pyt_state_dict(*args: Any, **kwargs: Any) -> Any:
-        from vime_optim.commit import agreement
-
         made = original(*args, **kwargs)
         if kwargs.get("is_loading", args[1] if len(args) > 1 else False):
             agreement.point()
@@ -153,8 +157,6 @@ def _wrap_rank0_step(name: str) -> Wrap:
 
         @functools.wraps(original)
         def step(*args: Any, **kwargs: Any) -> Any:
-            from vime_optim.commit import sessions
-
             directory = str(signature.bind(*args, **kwargs).arguments["checkpoint_dir"])
             session = sessions.session_of(directory)
             if session is None:
@@ -175,15 +177,15 @@ def commit_targets() -> tuple[Target, ...]:
     """Targets of the fix `writer-commit` in megatron.core.dist_checkpointing."""
     package = "megatron.core.dist_checkpointing"
 
-    def target(module: str, name: str, wrap: Wrap, optional: bool = False) -> Target:
+    def target(module: str, name: str, wrap: Wrap | str, optional: bool = False) -> Target:
         return Target(
             f"{package}.{module}", name, wrap, diagnose=_diagnose_directory, optional=optional
         )
 
     common = "strategies.common"
     return (
-        target("serialization", "save", _wrap_save),
-        target("serialization", "load", _wrap_load),
+        target("serialization", "save", SAVE),
+        target("serialization", "load", LOAD),
         target("core", "save_config", _wrap_rank0_step("metadata.json")),
         # A method up to 0.16, a function in 0.17 and 0.18, part of the sharded state from 0.19 on.
         target(common, "TorchCommonSaveStrategy.save_common", _wrap_rank0_step("common.pt"), True),
@@ -229,8 +231,6 @@ def _wrap_finalize(original: Any, hit: Hit) -> Any:
     def save_state_dict_async_finalize(
         storage_writer: Any, global_metadata: Any, dist_wrapper: Any
     ) -> None:
-        from vime_optim.commit import sessions
-
         hit()
         sessions.finalize(original, storage_writer, global_metadata, dist_wrapper)
 
@@ -251,4 +251,5 @@ FIX = Fix(
             optional=True,
         ),
     ),
+    after=("planning",),
 )

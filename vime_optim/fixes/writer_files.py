@@ -82,18 +82,7 @@ def _writes_plain_files(writer: Any) -> bool:
         return False
     if getattr(writer, "open_file", open) is not open:  # nvidia-resiliency-ext
         return False
-    if not _callers_are_ours():
-        return False
     return not getattr(getattr(writer, "transforms", None), "extensions", None)
-
-
-def _callers_are_ours() -> bool:
-    """Whether an async save gets to our threads (not with VIME_OPTIM_SKIP=writer-async)."""
-    for name in (f"{STRATEGIES}.async_utils", f"{NVRX}.core"):
-        caller = getattr(sys.modules.get(name), "TemporalAsyncCaller", None)
-        if caller and not hasattr(caller.schedule_async_call, "__vime_optim__"):
-            return False
-    return True
 
 
 def _wrap_finish(original: Any, hit: Hit) -> Any:
@@ -155,4 +144,5 @@ FIX = Fix(
         *_writer_targets(STRATEGIES, "async_utils", optional=False),
         *_writer_targets(NVRX, "core", optional=True),
     ),
+    requires=("writer-async",),
 )

@@ -29,11 +29,7 @@ def ensure_state(dist_opt: Any) -> None:
     """Make the state of every parameter that has none. State that exists stays as it is."""
     inner = dist_opt.optimizer
     if is_hybrid(inner):
-        made_inert = getattr(type(inner).dummy_step, "__vime_optim__", None)
-        if not inner.state and made_inert:
-            inner.dummy_step()  # Megatron's way, where the fix `inert-state` is in force
-        else:
-            ensure_hybrid_state(inner)
+        ensure_hybrid_state(inner)
         return
     _ensure(inner, getattr(dist_opt, "init_state_fn", None), dist_opt.config)
 

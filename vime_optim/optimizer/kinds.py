@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from vime_optim.optimizer.record import record_of
+
 STATE_MASTER = "master_param"
 """Key under which FusedAdam and HybridDeviceOptimizer keep the master parameter in `state`."""
 
@@ -115,17 +117,14 @@ def optimizer_param(dist_opt: Any, model_param: torch.Tensor) -> torch.Tensor:
     return param
 
 
-_CORRECTED = "_vime_optim_group_map_corrected"
-_STOCK_MAP = "_vime_optim_stock_group_map"
-
-
 def correct_group_map(dist_opt: Any) -> None:
     """Make `model_param_group_index_map` say where each parameter is in its param group (F20).
 
     Megatron counts parameters in the order of the buffers, but lists the float32 ones of a group
     first. Where a group holds both, states are saved and loaded under another parameter's name.
     """
-    if dist_opt.__dict__.get(_CORRECTED):
+    record = record_of(dist_opt)
+    if record.is_group_map_right:
         return
     right = {}
     pairs = zip(dist_opt.model_fp32_groups, dist_opt.model_float16_groups, strict=True)
@@ -133,16 +132,17 @@ def correct_group_map(dist_opt: Any) -> None:
         for order, param in enumerate((*fp32_params, *float16_params)):
             right[param] = (group_index, order)
     if right.keys() == dist_opt.model_param_group_index_map.keys():
-        setattr(dist_opt, _STOCK_MAP, dist_opt.model_param_group_index_map)
+        record.stock_group_map = dist_opt.model_param_group_index_map
         dist_opt.model_param_group_index_map = right
-    setattr(dist_opt, _CORRECTED, True)
+    record.is_group_map_right = True
 
 
 def stock_group_map(dist_opt: Any) -> dict[torch.Tensor, tuple[int, int]]:
     """Model parameter to (group, order in it) as stock megatron-core takes it to be."""
     correct_group_map(dist_opt)
-    stock: dict[torch.Tensor, tuple[int, int]] = dist_opt.__dict__.get(
-        _STOCK_MAP, dist_opt.model_param_group_index_map
+    made = record_of(dist_opt).stock_group_map
+    stock: dict[torch.Tensor, tuple[int, int]] = (
+        dist_opt.model_param_group_index_map if made is None else made
     )
     return stock
 

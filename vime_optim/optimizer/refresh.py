@@ -11,14 +11,13 @@ from typing import Any
 import torch
 
 from vime_optim.optimizer.kinds import counts_steps, owned_params, sub_optimizers
+from vime_optim.optimizer.record import record_of
 from vime_optim.optimizer.slots import RemainderSlot, Slot, master_slot
 from vime_optim.optimizer.steps import has_stepped
 from vime_optim.optimizer.stock_state import ordered
 
 _BLOCK_NUMEL = 1 << 24
 """Compared at a time; integers of four and eight bytes are made of each."""
-
-_RESTORED = "_vime_optim_params_when_restored"
 
 
 def is_trained(inner: Any) -> bool:
@@ -55,7 +54,7 @@ def stays(dist_opt: Any, slot: Slot, param: torch.Tensor, trained: bool) -> bool
         return False
     if isinstance(slot, RemainderSlot):
         # Half of this master is the parameter itself, so it always rounds to it.
-        noted = dist_opt.__dict__.get(_RESTORED, {}).get(id(slot.param))
+        noted = record_of(dist_opt).restored.get(id(slot.param))
         return noted is not None and noted == _fingerprint(slot.param)
     return is_rounded_to(slot.read(), param)
 
@@ -68,7 +67,7 @@ def note_restored(dist_opt: Any) -> None:
         slot = master_slot(dist_opt, model_param)
         if isinstance(slot, RemainderSlot):
             noted[id(slot.param)] = _fingerprint(slot.param)
-    setattr(dist_opt, _RESTORED, noted)
+    record_of(dist_opt).restored = noted
 
 
 def _fingerprint(param: torch.Tensor) -> tuple[int, int]:

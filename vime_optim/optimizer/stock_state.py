@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from vime_optim import collectives
 from vime_optim.errors import CheckpointError
 from vime_optim.optimizer.kinds import (
     MASTER,
@@ -23,6 +24,7 @@ from vime_optim.optimizer.kinds import (
     param_name,
     stock_group_map,
 )
+from vime_optim.optimizer.record import record_of
 from vime_optim.optimizer.slots import RemainderSlot, Slot, master_of, master_slot, slots_of
 
 _BUCKET_ALIGN_NUMEL = 128
@@ -30,7 +32,6 @@ _BLOCK_NUMEL = 1 << 24
 """Compared at a time; integers of four bytes are made of each."""
 
 MARK = "vime_optim_states_by_name"
-_FITS = "_vime_optim_masters_fit"
 Fit = Literal["fits", "differs", "remainder"]
 
 logger = logging.getLogger("vime_optim")
@@ -45,7 +46,7 @@ def examine(dist_opt: Any, slot: RemainderSlot, value: torch.Tensor) -> torch.Te
     if value.dtype == torch.int16:
         return value
     fit, remainders = _fit_of(value, slot.param)
-    dist_opt.__dict__.setdefault(_FITS, {})[id(slot.param)] = fit
+    record_of(dist_opt).fits[id(slot.param)] = fit
     return value if remainders is None else remainders
 
 
@@ -95,16 +96,13 @@ def check_unmarked(dist_opt: Any) -> None:
         CheckpointError: some masters are those of their parameters and some are not, or the file
             does not tell whether two states were exchanged.
     """
-    fits = dict(_fits(dist_opt, dist_opt.__dict__.pop(_FITS, {})))
+    record = record_of(dist_opt)
+    noted, record.fits = record.fits, {}
+    fits = dict(_fits(dist_opt, noted))
     exchanged = next(_may_be_exchanged(dist_opt), None)
     found = list(fits.values())
-    counts = torch.tensor(
-        [*(found.count(fit) for fit in get_args(Fit)), exchanged is not None],
-        dtype=torch.int64,
-        device=torch.cuda.current_device() if torch.cuda.is_available() else "cpu",
-    )
-    torch.distributed.all_reduce(counts, group=dist_opt.data_parallel_group)
-    right, wrong, remainders, unclear = (int(count) for count in counts)
+    counts = [*(found.count(fit) for fit in get_args(Fit)), int(exchanged is not None)]
+    right, wrong, remainders, unclear = collectives.added(counts, dist_opt.data_parallel_group)
     where = next((name for name, fit in fits.items() if fit == "differs"), None)
     if wrong and not right:
         # Another model, or one that is loaded later: nothing can be said.

@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from math import prod
-from typing import Any
 
-import torch
 import xxhash
 
+from vime_optim import collectives
 from vime_optim.errors import PlanError
 from vime_optim.reshard.plan import Piece, RankPlan, check_cover
 
@@ -52,7 +51,7 @@ def incomplete_tensor(plans: Iterable[RankPlan]) -> PlanError | None:
         The same error on every rank, with the first tensor that lacks elements.
     """
     plans = list(plans)
-    balances = _gathered(_balance(plans))
+    balances = collectives.gathered(_balance(plans))
     sums: dict[str, int] = defaultdict(int)
     for balance in balances:
         for key, numel in balance.items():
@@ -62,16 +61,10 @@ def incomplete_tensor(plans: Iterable[RankPlan]) -> PlanError | None:
         return None
     own = [piece for plan in plans for piece in plan.pieces if piece.key == key]
     pieces: list[tuple[int, Piece]] = [
-        (rank, piece) for rank, held in enumerate(_gathered(own)) for piece in held
+        (rank, piece) for rank, held in enumerate(collectives.gathered(own)) for piece in held
     ]
     try:
         check_cover(pieces, {key: pieces[0][1].global_shape})
     except PlanError as error:
         return error
     return None
-
-
-def _gathered(value: Any) -> list[Any]:
-    values: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(values, value)
-    return values

@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
+from vime_optim import collectives
 from vime_optim.counters import counters
 from vime_optim.files.lazy import LazyValue
 from vime_optim.optimizer.kinds import MASTER
+from vime_optim.optimizer.record import record_of
 from vime_optim.optimizer.slots import Slot, slots_of
 from vime_optim.reshard.coded import CodedShard
 from vime_optim.reshard.keys import KeyInfo
@@ -28,12 +30,9 @@ from vime_optim.reshard.plan import (
     pieces_of_range,
     wanted_exactly_once,
 )
+from vime_optim.state_dicts import walk
 
 PREFIX = "optimizer.state"
-DESTINATIONS = "_vime_optim_destinations"
-"""Attribute of an optimizer: where what is loaded belongs, from its last template on."""
-TAKEN = "_vime_optim_destinations_taken"
-"""Set once the optimizer has taken what was loaded."""
 
 
 class ParamState(dict[int, Any]):
@@ -61,13 +60,11 @@ class ParamState(dict[int, Any]):
         return digest(self.plan)
 
 
-def param_states(state: Any, depth: int = 6) -> Iterator[ParamState]:
-    """Every ParamState in a state dict, in whatever place the caller put the optimizer."""
-    if isinstance(state, ParamState):
-        yield state
-    elif isinstance(state, dict) and depth:
-        for value in list(state.values()):
-            yield from param_states(value, depth - 1)
+def param_states(state: Any) -> Iterator[ParamState]:
+    """Every ParamState in a state dict."""
+    for _, value in walk(state, leaves=ParamState):
+        if isinstance(value, ParamState):
+            yield value
 
 
 @dataclass
@@ -140,8 +137,8 @@ def expect_load(state: ParamState) -> None:
     for destination in state.destinations.values():
         if destination.coded is not None:
             destination.coded.reads.clear()  # of an earlier load with the same template
-    setattr(state.dist_opt, DESTINATIONS, state.destinations)
-    state.dist_opt.__dict__.pop(TAKEN, None)
+    record = record_of(state.dist_opt)
+    record.destinations, record.are_destinations_taken = state.destinations, False
 
 
 def as_template(state: ParamState) -> ParamState:
@@ -274,7 +271,7 @@ def _gather(dist_opt: Any, layout: ParamLayout, slot: Slot | None) -> torch.Tens
 
     Summed as integers: each element is non-zero on one rank alone, so its bits stay as they are.
     """
-    device = torch.cuda.current_device()
+    device = collectives.device_of(dist_opt.data_parallel_group)
     bits = torch.zeros(layout.numel, dtype=torch.int32, device=device)
     if slot is not None:
         bits[layout.start : layout.end] = slot.read().view(torch.int32).to(bits.device)

@@ -9,11 +9,12 @@ is told that every parameter is missing.
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+from vime_optim.state_dicts import copied, walk
 
 
 @contextlib.contextmanager
@@ -26,31 +27,12 @@ def described(template: Any) -> Iterator[Any]:
 
     parameters = [
         (leaf, leaf.data)
-        for leaf in _leaves(template)
+        for _, leaf in walk(template)
         if isinstance(leaf, (ShardedTensor, ShardedTensorFactory))
         and isinstance(leaf.data, torch.nn.Parameter)
     ]
     try:
-        yield _containers(template)
+        yield copied(template)
     finally:
         for leaf, data in parameters:
             leaf.data = data
-
-
-def _containers(state: Any) -> Any:
-    if isinstance(state, dict):
-        own = copy.copy(state)
-        for key, value in state.items():
-            own[key] = _containers(value)
-        return own
-    if isinstance(state, list):
-        return [_containers(value) for value in state]
-    return state
-
-
-def _leaves(state: Any) -> Iterator[Any]:
-    if isinstance(state, (dict, list)):
-        for value in state.values() if isinstance(state, dict) else state:
-            yield from _leaves(value)
-    else:
-        yield state

@@ -16,12 +16,11 @@ from typing import Any
 import torch
 
 from vime_optim.errors import PlanError
+from vime_optim.optimizer.record import record_of
 from vime_optim.optimizer.slots import slots_of
 from vime_optim.reshard.coded import load_shards
-from vime_optim.reshard.engine import DESTINATIONS, TAKEN, Destination
+from vime_optim.reshard.engine import Destination
 from vime_optim.reshard.layout import ParamLayout
-
-_LENT = "_vime_optim_lent"
 
 
 def destinations_for(
@@ -31,7 +30,8 @@ def destinations_for(
 
     A loaded state may be taken again, also after the optimizer's storages were exchanged.
     """
-    held: dict[tuple[int, str], Destination] | None = dist_opt.__dict__.get(DESTINATIONS)
+    record = record_of(dist_opt)
+    held: dict[tuple[int, str], Destination] | None = record.destinations
     if held is None:
         return None
     for (index, name), destination in held.items():
@@ -39,9 +39,9 @@ def destinations_for(
             if isinstance((loaded.get(index) or {}).get(name), torch.Tensor):
                 return None
             break
-    if TAKEN in dist_opt.__dict__:
+    if record.are_destinations_taken:
         held = {key: _renewed(dist_opt, key[1], held[key]) for key in held}
-    setattr(dist_opt, TAKEN, True)
+    record.are_destinations_taken = True
     return held
 
 
@@ -67,19 +67,21 @@ def lend(dist_opt: Any, loaded: Mapping[int, Any]) -> None:
 
     Whoever keeps the loaded state expects that it stays as it was loaded.
     """
-    held: dict[tuple[int, str], Destination] = dist_opt.__dict__[DESTINATIONS]
+    record = record_of(dist_opt)
     lent = []
-    for (index, name), destination in held.items():
+    for (index, name), destination in (record.destinations or {}).items():
         pieces = (loaded.get(index) or {}).get(name)
         if destination.coded is None and isinstance(pieces, dict):
             lent += [weakref.ref(piece) for piece in pieces.values()]
-    setattr(dist_opt, _LENT, lent)
+    record.lent = lent
 
 
 @torch.no_grad()
 def give_back(dist_opt: Any) -> None:
     """Before an update: what somebody still holds of a loaded state gets memory of its own."""
-    for reference in dist_opt.__dict__.pop(_LENT, ()):
+    record = record_of(dist_opt)
+    lent, record.lent = record.lent, []
+    for reference in lent:
         piece = reference()
         if piece is not None:
             piece.data = piece.detach().clone()

@@ -30,16 +30,3 @@ def test_masters_of_both_halves_come_back(
             assert master != param
     assert answer["loaded"] == saved
     assert answer["resumed"] == answer["went_on"]
-
-
-def test_state_is_made_without_random_numbers(launchers: LauncherPool, tmp_path: Path) -> None:
-    """F15: Megatron's own dummy_step() steps on random gradients."""
-    (answer,) = launchers.get("0.16.1").run(
-        "tests.fixes.hybrid_job:fresh_state", world_size=1, payload={}, out=tmp_path / "out"
-    )
-    assert answer == {
-        "rng_untouched": True,
-        "params_untouched": True,
-        "moments": 8,
-        "non_zero": 0,
-    }
