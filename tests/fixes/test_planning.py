@@ -10,9 +10,31 @@ from vime_optim.tools.megatron_source import RELEASES
 QUICK = ("0.16.1", "0.19.2")
 
 
-@pytest.mark.parametrize(
+releases = pytest.mark.parametrize(
     "release", [r if r in QUICK else pytest.param(r, marks=pytest.mark.matrix) for r in RELEASES]
 )
+
+
+@releases
+def test_megatrons_own_cache_of_plans_stays_on(
+    release: str, launchers: LauncherPool, tmp_path: Path
+) -> None:
+    launcher = launchers.get(release)
+    payload = {"directory": str(tmp_path / "saved"), "saves": list(range(6))}
+    for answer in launcher.run(
+        "tests.planning.plan_job:cached", world_size=2, payload=payload, out=tmp_path / "save"
+    ):
+        assert answer["differ"] == []
+        assert answer["errors"] == [""] * 6
+        # Megatron takes two saves to trust its cache, and none when it has the plans from a load.
+        assert answer["after"][2:] == [2] * 4
+    for answer in launcher.run(
+        "tests.planning.plan_job:loads", world_size=2, payload=payload, out=tmp_path / "load"
+    ):
+        assert answer["equal"] == {str(n): True for n in range(6)}
+
+
+@releases
 def test_plans_are_sent_once_and_wrong_ones_refused_everywhere(
     release: str, launchers: LauncherPool, tmp_path: Path
 ) -> None:

@@ -62,25 +62,59 @@ def state(save: int, shift: int, overlap: bool = False) -> dict[str, Any]:
     return {"model": made, "iteration": save}
 
 
-def _save(directory: Path, save: int, shift: int, overlap: bool = False) -> str:
+def _save(
+    directory: Path, save: int, shift: int, overlap: bool = False, strategy: Any = None
+) -> str:
     from megatron.core import dist_checkpointing
 
     if torch.distributed.get_rank() == 0:
         directory.mkdir(parents=True)
     torch.distributed.barrier()
     try:
-        dist_checkpointing.save(state(save, shift, overlap), str(directory))
+        dist_checkpointing.save(state(save, shift, overlap), str(directory), strategy)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
 
-def saves(payload: dict[str, Any]) -> dict[str, Any]:
-    """Saves: first, the same plan twice, one rank's plan changed, an overlap, and sound again."""
+def cached(payload: dict[str, Any]) -> dict[str, Any]:
+    """Saves with Megatron's own cache of plans (--dist-ckpt-save-assume-constant-structure): four
+    of one job, then two of a job that has the metadata of the fourth from its load."""
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+    from torch.distributed.checkpoint import FileSystemReader
+
     import vime_optim
     from vime_optim.planning import exchange
 
+    differ = _prepended()  # while Megatron's own is in place
     vime_optim.install()
+    gathered = []
+    gather = exchange.gather_plans
+
+    def noted(*args: Any) -> Any:
+        gathered.append(args)
+        return gather(*args)
+
+    exchange.gather_plans = noted
+    root = Path(payload["directory"])
+    errors, after = [], []
+    for number in range(6):
+        if number in (0, 4):
+            strategy = TorchDistSaveShardedStrategy("torch_dist", 1, cached_metadata=True)
+        if number == 4:
+            strategy.cached_global_metadata = FileSystemReader(root / "3").read_metadata()
+        errors.append(_save(root / str(number), number, 0, strategy=strategy))
+        after.append(len(gathered))
+    return {"after": after, "errors": errors, "differ": differ}
+
+
+def saves(payload: dict[str, Any]) -> dict[str, Any]:
+    """Saves: first, the same plan twice, one rank's plan changed, an overlap, and sound again."""
+    import vime_optim
+    from vime_optim.planning import exchange, local_shards
+
+    vime_optim.install()
+    local_shards._FEW = 0  # so that this grid is described by us, too
     sent: list[str] = []
     outgoing = exchange._outgoing
 
@@ -152,6 +186,46 @@ def integrity(payload: dict[str, Any]) -> dict[str, Any]:
         answers["refused" if theirs else "passed"] += 1
         answers["proved"] += all(len(left) == len(p.rest) for left, p in _left(packed))
     return answers
+
+
+def _prepended() -> list[str]:
+    """Keys with prepended axes, as Megatron describes them to torch and as we do: what differs."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+    from megatron.core.dist_checkpointing.strategies import torch as strategy
+    from torch.distributed.checkpoint import planner_helpers
+    from torch.distributed.checkpoint.utils import find_tensor_shard
+
+    from vime_optim.planning import local_shards
+
+    def shard(expert: int) -> Any:
+        data = torch.arange(12.0).view(4, 3).t() + expert  # not contiguous: Megatron copies it
+        place = (1, expert, 100), (2, 1, 2)
+        return ShardedTensor.from_rank_offsets("w", data, (0, 2, 3), *place, prepend_axis_num=2)
+
+    differ = []
+    for experts in ([7], [98, 0, 55]):
+        theirs = strategy.sharded_tensor_to_torch_sharded_tensor([shard(e) for e in experts])
+        ours = local_shards.container_of([shard(e) for e in experts])
+        items = planner_helpers._create_write_items("w", ours)
+        chunks = planner_helpers._create_chunk_list
+        if items != planner_helpers._create_write_items("w", theirs):
+            differ.append("items")
+        if chunks(ours) != chunks(theirs) or ours.size() != theirs.size():
+            differ.append("chunks")
+        for item in items:
+            one, other = (find_tensor_shard(t, item.index) for t in (ours, theirs))
+            if one.shape != other.shape or not torch.equal(one, other):
+                differ.append("data")
+            one.fill_(1.0)  # as a load does
+            other.fill_(1.0)
+        one, other = (strategy._unwrap_pyt_sharded_tensor(t) for t in (ours, theirs))
+        if not all(
+            a.shape == b.shape and torch.equal(a, b) for a, b in zip(one, other, strict=True)
+        ):
+            differ.append("loaded")
+    if local_shards.container_of([replace(shard(0), axis_fragmentations=(1, 1, 1, 2))]):
+        differ.append("a small grid")
+    return differ
 
 
 def _left(packed: Any) -> Any:

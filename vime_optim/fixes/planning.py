@@ -6,7 +6,8 @@ Cause: torch compares chunks pair by pair (up to 2.9), or sweeps along one axis 
 a stacked key spans, which is pair by pair again.
 Changes: torch's check of a global plan is answered in n log n, with the same verdicts, and messages
 that name ranks; it runs also where a framework replaced torch's by one that says yes. Read items
-are found by planes, in the order of older torch. Checks of shards' metadata likewise.
+are found by planes, in the order of older torch. Checks of shards' metadata likewise. Of a key with
+prepended axes a rank describes its own shards to torch, not the grid of all ranks.
 Leaves alone: plans of few chunks, and whatever is not understood: torch's own code judges it.
 Remove when: torch's checks are near linear for keys whose chunks all span the longest axis.
 """
@@ -205,6 +206,27 @@ def _diagnose_global_shards(module: ModuleType, original: Any) -> Diagnosis:
     return not_understood(f"parameters {sorted(more)} are not known") if more else NEEDED
 
 
+def _wrap_torch_tensor(original: Any, hit: Hit) -> Any:
+    def sharded_tensor_to_torch_sharded_tensor(sh_tens: Any, *args: Any, **kwargs: Any) -> Any:
+        from vime_optim.planning import local_shards
+
+        made = local_shards.container_of(sh_tens)
+        if made is None:
+            return original(sh_tens, *args, **kwargs)
+        hit()
+        return made
+
+    return sharded_tensor_to_torch_sharded_tensor
+
+
+def _diagnose_torch_tensor(module: ModuleType, original: Any) -> Diagnosis:
+    reason = missing_words(original, "axis_fragmentations", "prepend_axis_num", "product(")
+    reason = reason or missing_words(
+        module._unwrap_pyt_sharded_tensor, "LocalShardsContainer", "_sh_ten.data"
+    )
+    return not_understood(reason) if reason else NEEDED
+
+
 def _wrap_integrity(original: Any, hit: Hit) -> Any:
     def validate_sharding_integrity(global_metadata: Any, *args: Any, **kwargs: Any) -> None:
         from vime_optim.planning import shards
@@ -260,6 +282,12 @@ FIX = Fix(
             "MCoreSavePlanner.create_global_plan",
             _wrap_global_plan,
             takes("all_plans"),
+        ),
+        Target(
+            f"{STRATEGIES}.torch",
+            "sharded_tensor_to_torch_sharded_tensor",
+            _wrap_torch_tensor,
+            _diagnose_torch_tensor,
         ),
         Target(
             _VALIDATION,
