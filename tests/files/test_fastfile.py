@@ -162,8 +162,8 @@ def test_chunks_are_digested_across_items(
 
 
 def test_a_short_write_is_continued(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    real = os.write
-    monkeypatch.setattr(fastfile.os, "write", lambda fd, data: real(fd, data[:777]))
+    real = os.writev
+    monkeypatch.setattr(fastfile.os, "writev", lambda fd, views: real(fd, [views[0][:777]]))
     tensor = torch.rand(5000)
     [extent], _ = fastfile.write_file(tmp_path / "x", "x", [tensor])
     monkeypatch.undo()
@@ -172,10 +172,10 @@ def test_a_short_write_is_continued(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_a_failing_disk_raises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int) -> None:
-    def fail(fd: int, data: Any) -> int:
+    def fail(fd: int, views: Any) -> int:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(fastfile.os, "write", fail)
+    monkeypatch.setattr(fastfile.os, "writev", fail)
     with pytest.raises(OSError, match=os.strerror(code)):
         fastfile.write_file(tmp_path / "x", "x", [torch.rand(5)])
 

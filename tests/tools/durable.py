@@ -43,7 +43,7 @@ class Recorder:
 
 @contextmanager
 def recorded(fail_at: int | None = None) -> Iterator[Recorder]:
-    """os.fsync, os.write, os.rename and os.replace are recorded in this block."""
+    """os.fsync, os.write, os.writev, os.rename and os.replace are recorded in this block."""
     recorder = Recorder(fail_at)
 
     def noting(kind: str, real: Callable[..., Any], argument: int) -> Callable[..., Any]:
@@ -56,6 +56,7 @@ def recorded(fail_at: int | None = None) -> Iterator[Recorder]:
     with (
         mock.patch.object(os, "fsync", noting("sync", os.fsync, 0)),
         mock.patch.object(os, "write", noting("write", os.write, 0)),
+        mock.patch.object(os, "writev", noting("write", os.writev, 0)),
         mock.patch.object(os, "rename", noting("rename", os.rename, 1)),
         mock.patch.object(os, "replace", noting("rename", os.replace, 1)),
     ):

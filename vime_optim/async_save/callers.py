@@ -2,7 +2,7 @@
 
 A request that our writer made is written by threads, whatever the caller would have started. The
 caller's own questions are answered from them: which save is through, on all ranks. Requests of
-other writers go to Megatron's processes, see foreign.py.
+other writers go to Megatron's processes, see other_writers.py.
 """
 
 from __future__ import annotations

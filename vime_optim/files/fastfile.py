@@ -106,7 +106,7 @@ class DigestingFile:
             self._parts.append(piece)
             if len(piece) == room:
                 self._digest(ends_chunk=(self.position + room) % CHUNK_BYTES == 0)
-            _write_all(self._fd, piece)
+            _write_views(self._fd, [piece])
             done += len(piece)
             self.position += len(piece)
             if self._progress is not None and len(piece) == room:
@@ -184,12 +184,6 @@ def create_new(path: str | os.PathLike[str]) -> int:
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
     return os.open(path, flags, 0o666)
-
-
-def _write_all(fd: int, view: memoryview) -> None:
-    while view:
-        written = os.write(fd, view)
-        view = view[written:]
 
 
 def _write_views(fd: int, views: list[memoryview]) -> None:
