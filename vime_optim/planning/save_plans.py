@@ -69,7 +69,7 @@ def _entries(plan: Any) -> Iterator[Any]:
         index, data = item.index, item.tensor_data
         if type(item) is not WriteItem or type(index) is not MetadataIndex:
             raise _Strange
-        if item.bytes_io_data is not None:
+        if getattr(item, "bytes_io_data", None) is not None:  # not there in torch 2.6
             raise _Strange
         hint = _NONE if index.index is None else index.index
         if item.type == WriteItemType.BYTE_IO and data is None and index.offset is None:
