@@ -13,12 +13,12 @@ import torch
 
 from tests.tools.conftest import copy_of, stock  # noqa: F401  (fixtures)
 from vime_optim import settings
+from vime_optim.cli import main
 from vime_optim.commit.load_check import find_reason
 from vime_optim.errors import CheckpointError
 from vime_optim.files import fastfile, manifest
 from vime_optim.files.dcp_metadata import dump_metadata, parse_metadata
 from vime_optim.files.manifest import MANIFEST_NAME, Item, Manifest, verify_directory
-from vime_optim.tools.commands import main
 from vime_optim.tools.repair import repair_checkpoint
 
 CHUNK_BYTES = 4096

@@ -13,9 +13,9 @@ import pytest
 from tests.tools.conftest import copy_of, memory_peak, stock  # noqa: F401  (fixtures)
 from tests.writer.hostile import SIGN, changes
 from tests.writer.launch import launch, results, tree_of
+from vime_optim.cli import main
 from vime_optim.files.fastfile import digest_file
 from vime_optim.files.manifest import Manifest
-from vime_optim.tools.commands import main
 
 MATRIX = pytest.mark.matrix
 HARMLESS = {"objects hold themselves", "objects share themselves"}

@@ -21,12 +21,12 @@ from torch.distributed.checkpoint.metadata import (
 
 from tests.tools.broken import saved, write_checkpoint
 from tests.tools.conftest import Unpack
+from vime_optim.cli import main
 from vime_optim.errors import CheckpointError
 from vime_optim.files.dcp_metadata import parse_metadata
 from vime_optim.files.geometry import whole
 from vime_optim.files.safe_load import load_common, save_common
 from vime_optim.files.stand_ins import inert_class
-from vime_optim.tools.commands import main
 from vime_optim.tools.inspect import inspect_checkpoint
 from vime_optim.tools.reader import Checkpoint
 from vime_optim.tools.safetensors_io import INDEX_NAME, open_tensors

@@ -12,8 +12,8 @@ import torch
 
 from tests.memory import counted
 from tests.tools.synthetic import write_dcp, write_synthetic
+from vime_optim.cli import main
 from vime_optim.files.geometry import whole
-from vime_optim.tools import commands
 from vime_optim.tools.reader import Checkpoint
 
 MIB = 1 << 20
@@ -54,7 +54,7 @@ def exported(large: Paths, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(words: list[str]) -> int:
     with contextlib.redirect_stdout(io.StringIO()):
-        return commands.main(words)
+        return main(words)
 
 
 def peak_bytes(words: list[str]) -> int:

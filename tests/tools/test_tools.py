@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 
 from tests.tools.broken import write_checkpoint
 from tests.tools.conftest import NAMES, Unpack
+from vime_optim.cli import main
 from vime_optim.errors import CheckpointError
 from vime_optim.files.geometry import whole
 from vime_optim.files.safe_load import load_common, save_common
 from vime_optim.tools import load_safetensors
 from vime_optim.tools.bits import same_bits
-from vime_optim.tools.commands import main
 from vime_optim.tools.common import optimizer_children
 from vime_optim.tools.diff import CANNOT_SAY, DIFFERENT, EQUAL, diff_checkpoints
 from vime_optim.tools.export import export_checkpoint

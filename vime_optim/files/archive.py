@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from vime_optim.files.geometry import row_major
 from vime_optim.files.lazy import LazyValue
 
 ALIGNMENT_BYTES = 64
@@ -46,14 +47,8 @@ class _TensorRecipe:
         self.token = token
 
     def __reduce__(self) -> tuple[Any, ...]:
-        strides = []
-        step = 1
-        for size in reversed(self.shape):
-            strides.append(step)
-            step *= max(size, 1)
-        strides.reverse()
         hooks: OrderedDict[str, Any] = OrderedDict()
-        arguments = (self.token, 0, self.shape, tuple(strides), False, hooks)
+        arguments = (self.token, 0, self.shape, row_major(self.shape), False, hooks)
         return torch._utils._rebuild_tensor_v2, arguments
 
 
@@ -92,82 +87,36 @@ def archive_frame(tensor: torch.Tensor, storage_type: Any) -> tuple[bytes, bytes
 
 
 def _local_header(name: str, crc: int, nbytes: int, padding_bytes: int) -> bytes:
-    extra = b""
-    size = nbytes
-    if nbytes >= _ZIP64_LIMIT:
-        extra = struct.pack("<HHQQ", 1, 16, nbytes, nbytes)
-        size = _SEE_ZIP64
+    padding = b""
     if padding_bytes:
         body = padding_bytes - 4
-        extra += struct.pack("<HH", 0x4246, body) + b"Z" * body  # 'FB', as torch pads
-    needed = 45 if nbytes >= _ZIP64_LIMIT else 20
-    fixed = struct.pack(
-        "<4sHHHHHIIIHH",
-        b"PK\x03\x04",
-        needed,
-        0x800,
-        0,
-        0,
-        0,
-        crc,
-        size,
-        size,
-        len(name),
-        len(extra),
-    )
-    return fixed + name.encode() + extra
+        padding = struct.pack("<HH", 0x4246, body) + b"Z" * body  # 'FB', as torch pads
+    return b"PK\x03\x04" + b"".join(_entry(name, crc, nbytes, padding))
 
 
 def _directory_entry(name: str, crc: int, nbytes: int, header_offset: int) -> bytes:
-    extra = b""
-    size = nbytes
+    fields, rest = _entry(name, crc, nbytes)
+    place = struct.pack("<3H2I", 0, 0, 0, 0, header_offset)
+    return b"PK\x01\x02" + fields[:2] + fields + place + rest  # made by the version it needs
+
+
+def _entry(name: str, crc: int, nbytes: int, padding: bytes = b"") -> tuple[bytes, bytes]:
+    """What both records of an entry say: fields of fixed size, and its name with what follows."""
+    needed, size, extra = 20, nbytes, padding
     if nbytes >= _ZIP64_LIMIT:
-        extra = struct.pack("<HHQQ", 1, 16, nbytes, nbytes)
-        size = _SEE_ZIP64
-    needed = 45 if nbytes >= _ZIP64_LIMIT else 20
-    fixed = struct.pack(
-        "<4sHHHHHHIIIHHHHHII",
-        b"PK\x01\x02",
-        needed,
-        needed,
-        0x800,
-        0,
-        0,
-        0,
-        crc,
-        size,
-        size,
-        len(name),
-        len(extra),
-        0,
-        0,
-        0,
-        0,
-        header_offset,
-    )
-    return fixed + name.encode() + extra
+        needed, size = 45, _SEE_ZIP64
+        extra = struct.pack("<HHQQ", 1, 16, nbytes, nbytes) + padding
+    numbers = (needed, 0x800, 0, 0, 0, crc, size, size, len(name), len(extra))
+    return struct.pack("<5H3I2H", *numbers), name.encode() + extra
 
 
 def _end_records(entries: int, directory_bytes: int, directory_offset: int) -> bytes:
     end = b""
     offset = directory_offset
     if directory_offset >= _ZIP64_LIMIT:
-        end_offset = directory_offset + directory_bytes
-        end += struct.pack(
-            "<4sQHHIIQQQQ",
-            b"PK\x06\x06",
-            44,
-            45,
-            45,
-            0,
-            0,
-            entries,
-            entries,
-            directory_bytes,
-            directory_offset,
-        )
-        end += struct.pack("<4sIQI", b"PK\x06\x07", 0, end_offset, 1)
+        place = (entries, entries, directory_bytes, directory_offset)
+        end += struct.pack("<4sQHHIIQQQQ", b"PK\x06\x06", 44, 45, 45, 0, 0, *place)
+        end += struct.pack("<4sIQI", b"PK\x06\x07", 0, directory_offset + directory_bytes, 1)
         offset = _SEE_ZIP64
-    return end + struct.pack(
-        "<4sHHHHIIH", b"PK\x05\x06", 0, 0, entries, entries, directory_bytes, offset, 0
-    )
+    place = (entries, entries, directory_bytes, offset)
+    return end + struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, *place, 0)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import re
 import sys
 from typing import Any
@@ -195,18 +194,3 @@ _RUNNERS = {
     "export": _run_export,
     "import": _run_import,
 }
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """These commands alone: `python -m vime_optim.tools.commands inspect DIR`."""
-    parser = argparse.ArgumentParser(prog="vime-optim")
-    add_arguments(parser.add_subparsers(required=True, metavar="COMMAND"))
-    try:
-        return run(parser.parse_args(arguments))
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 2
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -31,6 +31,7 @@ from vime_optim.files.plain import write_new
 from vime_optim.files.safe_load import save_common, strip_classes, walk
 from vime_optim.tools.common import (
     OptimizerFacts,
+    common_location,
     optimizer_children,
     optimizer_facts,
     param_state_problem,
@@ -158,14 +159,10 @@ def _mend_states(checkpoint: Checkpoint, work: _Work, plan: RepairPlan) -> None:
         if key is not None:
             holder = next(s.holder for s in facts.sources if s.key == key)
             work.objects[key] = holder
-        elif COMMON_STATE_KEY in checkpoint.objects and not _has_common_file(checkpoint):
+        elif common_location(checkpoint) == COMMON_STATE_KEY:
             work.objects[COMMON_STATE_KEY] = common
         else:
             work.files["common.pt"] = _dump(common)
-
-
-def _has_common_file(checkpoint: Checkpoint) -> bool:
-    return (checkpoint.path / "common.pt").exists()
 
 
 def _dump(state: Any) -> bytes:
@@ -279,19 +276,14 @@ def _pack_objects(checkpoint: Checkpoint, work: _Work, has_manifest: bool) -> No
             work.files[".metadata"] = dump_metadata(checkpoint.index, {})
         return
     packed, located = b"", {}
-    name = next(
-        n for n in map("__0_mended{}.distcp".format, range(1000)) if _is_free(checkpoint, n)
-    )
+    names = map("__0_mended{}.distcp".format, range(1000))
+    name = next(name for name in names if not (checkpoint.path / name).exists())
     for key, value in sorted(work.objects.items()):
         data = _dump([value])  # DCP holds Megatron's objects as lists of one
         located[key] = Location(name, len(packed), len(data))
         packed += data
     work.files[name] = packed
     work.files[".metadata"] = dump_metadata(checkpoint.index, located, attributes)
-
-
-def _is_free(checkpoint: Checkpoint, name: str) -> bool:
-    return not (checkpoint.path / name).exists()
 
 
 def _drop_manifest(checkpoint: Checkpoint, work: _Work, plan: RepairPlan) -> None:

@@ -23,6 +23,7 @@ from vime_optim.files.dcp_metadata import TensorInfo
 INDEX_NAME = "state.safetensors.index.json"
 INDEX_LIMIT_BYTES = 256 * 1024 * 1024
 _HEADER_LIMIT_BYTES = 100_000_000
+_NOT_AS_EXPECTED = (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error)
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -85,9 +86,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             if name != "__metadata__":
                 tensors[name] = _stored(path, name, entry, 8 + length, size)
         return tensors
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise _broken(path, error) from error
-    except RecursionError as error:
+    except (OSError, *_NOT_AS_EXPECTED) as error:
         raise _broken(path, error) from error
 
 
@@ -133,7 +132,7 @@ def read_index(folder: Path) -> dict[str, Any]:
         if any(Path(name).name != name or "\\" in name for name in names):
             raise ValueError("a file outside the folder")
         index.setdefault("metadata", {}).keys()  # a dict, or an AttributeError
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, *_NOT_AS_EXPECTED) as error:
         raise CheckpointError(
             "This is not a finished export.",
             where=str(path),

@@ -42,21 +42,17 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--qk-norm", action=flag, help="queries and keys are normalised")
 
     layout = parser.add_argument_group("parallel layout")
-    layout.add_argument("--tp", type=_natural, default=1, metavar="N", help="tensor parallel")
-    layout.add_argument("--pp", type=_natural, default=1, metavar="N", help="pipeline stages")
-    layout.add_argument("--cp", type=_natural, default=1, metavar="N", help="context parallel")
-    layout.add_argument("--ep", type=_natural, default=1, metavar="N", help="expert parallel")
-    layout.add_argument(
-        "--etp",
-        type=_natural,
-        metavar="N",
-        help="expert tensor parallel (default: 1, or TP if EP=1)",
-    )
-    layout.add_argument("--dp", type=_natural, metavar="N", help="data parallel, without CP")
-    layout.add_argument("--world-size", type=_natural, metavar="N", help="ranks, instead of --dp")
-    layout.add_argument(
-        "--last-stage-layers", type=_natural, metavar="N", help="layers of the last pipeline stage"
-    )
+    for name, default, text in (
+        ("tp", 1, "tensor parallel"),
+        ("pp", 1, "pipeline stages"),
+        ("cp", 1, "context parallel"),
+        ("ep", 1, "expert parallel"),
+        ("etp", None, "expert tensor parallel (default: 1, or TP if EP=1)"),
+        ("dp", None, "data parallel, without CP"),
+        ("world-size", None, "ranks, instead of --dp"),
+        ("last-stage-layers", None, "layers of the last pipeline stage"),
+    ):
+        layout.add_argument(f"--{name}", type=_natural, default=default, metavar="N", help=text)
 
     buckets = parser.add_argument_group("buckets of the distributed optimizer")
     buckets.add_argument(
