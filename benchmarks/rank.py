@@ -18,7 +18,8 @@ import shutil
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -320,9 +321,9 @@ def allow_optimizer_classes() -> None:
     torch.serialization.add_safe_globals(list(dict.fromkeys(classes)))
 
 
-def main() -> None:
-    options = json.loads(Path(sys.argv[1]).read_text())
-    number = int(sys.argv[2])
+@contextmanager
+def start(options: dict[str, Any], number: int) -> Iterator[tuple[Rank, Callable[[float], bool]]]:
+    """This process as one rank, and what says whether so many seconds still fit; then it ends."""
     from vime_optim.verify import rank as rank_module
 
     rank_module.import_megatron(options["megatron"], options["device"])
@@ -339,11 +340,17 @@ def main() -> None:
     parallel_state.initialize_model_parallel()
     rank = Rank(options, number)
     with watch_budget(options["budget_s"]) as fits:
-        rank.run(fits)
+        yield rank, fits
     torch.distributed.barrier()
     rank.meter.close()
     sys.stdout.flush()
     os._exit(0)
+
+
+def main() -> None:
+    options = json.loads(Path(sys.argv[1]).read_text())
+    with start(options, int(sys.argv[2])) as (rank, fits):
+        rank.run(fits)
 
 
 if __name__ == "__main__":

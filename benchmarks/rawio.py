@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,13 @@ BUFFER_BYTES = 128 << 20
 FILE_COUNTS = (1, 2, 4, 8)
 
 
-def limits(folder: Path, rank: int, total_bytes: int, repeats: int) -> dict[str, Any]:
+def limits(
+    folder: Path,
+    rank: int,
+    total_bytes: int,
+    repeats: int,
+    file_counts: Sequence[int] = FILE_COUNTS,
+) -> dict[str, Any]:
     """Bytes a second of all ranks together by files per rank: {"write": {...}, "read": {...}}.
 
     Every rank writes `total_bytes`, fsync included, from memory that is in use already, and reads
@@ -24,7 +30,7 @@ def limits(folder: Path, rank: int, total_bytes: int, repeats: int) -> dict[str,
     """
     world = torch.distributed.get_world_size()
     result: dict[str, dict[str, list[float]]] = {"write": {}, "read": {}}
-    for files in FILE_COUNTS:
+    for files in file_counts:
         share = total_bytes // files
         buffers = [bytearray(os.urandom(1 << 16) * (BUFFER_BYTES >> 16)) for _ in range(files)]
         paths = [folder / f"raw_{rank}_{number}" for number in range(files)]

@@ -35,7 +35,7 @@ def run_ranks(options: dict[str, Any], timeout_s: float) -> dict[str, Any]:
             processes.append(
                 subprocess.Popen(
                     [
-                        *(sys.executable, "-m", "benchmarks.rank"),
+                        *(sys.executable, "-m", options.get("program", "benchmarks.rank")),
                         *(str(out / "options.json"), str(rank)),
                     ],
                     stdin=subprocess.DEVNULL,

@@ -2,7 +2,8 @@
 
 Several ranks may share one GPU under gloo, but not under NCCL. What gloo itself can do with device
 tensors differs between torch versions, so each collective is run on copies in host memory, one
-after the other: slow, the same bits in every run, and of no matter to saving and loading.
+after the other: slow, the same bits in every run, and of no matter to saving and loading. Messages
+between two ranks end when they are waited for.
 """
 
 from __future__ import annotations
@@ -44,6 +45,24 @@ class Done:
         return True
 
 
+class Underway:
+    """A message between two ranks, which may both send before either receives."""
+
+    def __init__(self, work: Any, given: Any, copies: Any, *, is_received: bool) -> None:
+        self._work, self._given, self._copies = work, given, copies
+        self._is_received = is_received
+
+    def wait(self, *_: Any) -> bool:
+        self._work.wait()
+        if self._is_received:
+            _copy_back(self._given, self._copies)
+            self._is_received = False
+        return True
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed()) and self.wait()
+
+
 def stage_collectives() -> None:
     """From here on, collectives with device tensors run on host copies, in this process."""
     kind = torch.distributed.ProcessGroup
@@ -64,12 +83,13 @@ def _staged(original: Any, name: str) -> Any:
             return Done()
         copies = [_on_host(value, reducing) for value in args]
         named = {key: _on_host(value, reducing) for key, value in kwargs.items()}
-        original(group, *copies, **named).wait()
-        if name != "send":
-            # The first argument is the result, and may lie within an input.
-            given, got = (args or tuple(kwargs.values()))[0], (copies or list(named.values()))[0]
-            _copy_back(given, got)
-        return Done()
+        work = original(group, *copies, **named)
+        # The first argument is the result, and may lie within an input.
+        given, got = (args or tuple(kwargs.values()))[0], (copies or list(named.values()))[0]
+        underway = Underway(work, given, got, is_received=name != "send")
+        if name not in ("send", "recv"):
+            underway.wait()
+        return underway
 
     return staged
 

@@ -54,10 +54,11 @@ class VimeOptimError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         # Exceptions cross process borders in torch's collectives; keyword-only arguments would not.
-        return (_rebuild, (type(self), dict(self.__dict__)))
+        return (rebuild, (type(self), dict(self.__dict__)))
 
 
-def _rebuild(cls: type[VimeOptimError], attributes: dict[str, object]) -> VimeOptimError:
+def rebuild(cls: type[VimeOptimError], attributes: dict[str, object]) -> VimeOptimError:
+    """An error from its attributes: what pickle calls."""
     error = cls.__new__(cls)
     error.__dict__.update(attributes)
     Exception.__init__(error, error._render())

@@ -26,7 +26,6 @@ FILE_BYTES = 10 * CHUNK_BYTES + 500
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(reading, "PIECE_BYTES", 3 * CHUNK_BYTES // 2)
-    monkeypatch.setattr(reading, "_CACHED_BYTES", 1000)
     path = tmp_path / "__0_0.distcp"
     path.write_bytes(random.Random(1).randbytes(FILE_BYTES))
     return path

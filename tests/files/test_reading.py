@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,9 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, loa
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from tests.memory import counted
+from vime_optim.commit import loading
 from vime_optim.counters import counters
-from vime_optim.errors import CheckpointError
+from vime_optim.errors import CheckpointError, OptimizerStateError
 from vime_optim.files import frames, reading
 from vime_optim.files.fastfile import write_file
 from vime_optim.files.reading import BoxReader, Source
@@ -302,3 +304,35 @@ def test_coded_shards_take_the_memory_of_one(tmp_path: Path) -> None:
     with counted() as memory:
         values = [torch.empty(numel) for _ in range(count)]
     assert memory.peak_bytes >= count * shard_bytes == sum(v.nbytes for v in values)
+
+
+def test_a_load_parses_metadata_once(tmp_path: Path) -> None:
+    """torch asks for it two or three times; what changed, and what no load asks for, is read."""
+    path = tmp_path / ".metadata"
+    path.write_bytes(b"1")
+    parsed: list[bytes] = []
+
+    def ask() -> bytes:
+        return loading.once(str(path), lambda: parsed.append(path.read_bytes()) or parsed[-1])
+
+    with loading.into({}, str(tmp_path), None):
+        assert [ask(), ask()] == [b"1", b"1"]
+        path.write_bytes(b"two")
+        assert ask() == b"two"
+    assert parsed == [b"1", b"two"]
+    ask()
+    assert len(parsed) == 3
+
+
+def test_a_chain_in_a_chain_is_whole_when_its_members_are() -> None:
+    """Layer-wise Muon and Lion: the inner chain takes nothing itself."""
+    leaf = SimpleNamespace()
+    inner = SimpleNamespace(chained_optimizers=[leaf])
+    chain = SimpleNamespace(chained_optimizers=[inner])
+    state = type("State", (dict,), {"owner": chain})()
+    with loading.into({"optimizer": state}, "saved", None):
+        loading.reading_begins()
+    with pytest.raises(OptimizerStateError, match="half of one checkpoint"):
+        loading.require_whole(chain, "saved")
+    loading.taken(leaf)
+    loading.require_whole(chain, "saved")

@@ -87,3 +87,4 @@ def test_a_damaged_file_raises_with_its_name_and_key(
     assert ".distcp: " in answer["error"]
     what = "ends before its tensor does" if damage == "cut" else "cannot be read"
     assert what in answer["error"]
+    assert answer["is_ours"]

@@ -4,6 +4,7 @@ Losses, gradient norm, learning rates, parameters and optimizer state of every s
 run are those of the run that went on. Transformer Engine's layers and FusedAdam; two ranks, DP=2
 unless a case says otherwise; where there is one GPU they share it. A pair of runs takes about a
 minute, most of it imports, so a few run beside each other (VIME_OPTIM_GPU_PAIRS, 8 unless set).
+VIME_OPTIM_GPU_INSTALL=no runs the cases on stock: what differs there is not ours.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ class Runs:
             "world_size": 2,
             "port": client.free_port(),
             "arguments": words + cases.arguments_of(whole, phase, out, home),
-            "install": "after",
+            "install": os.environ.get("VIME_OPTIM_GPU_INSTALL", "after"),
             "adam": "torch",
             "real_main": True,
             "callers": [],

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 import weakref
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from vime_optim.errors import CheckpointError
 from vime_optim.verify import job
 
 
@@ -78,6 +80,8 @@ def resume_exchanging(payload: dict[str, Any]) -> dict[str, Any]:
 
 def load_damaged(payload: dict[str, Any]) -> dict[str, Any]:
     """Cut the largest file of a checkpoint short, or spoil its first archive, and load it."""
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+
     if torch.distributed.get_rank() == 0:
         found = Path(payload["directory"]).rglob("*.distcp")
         files = sorted(found, key=lambda path: path.stat().st_size)
@@ -89,6 +93,8 @@ def load_damaged(payload: dict[str, Any]) -> dict[str, Any]:
     torch.distributed.barrier()
     try:
         job.resume(payload)
-    except BaseException as error:
-        return {"error": f"{type(error).__name__}: {error}"}
+    except CheckpointingException as error:  # what callers of Megatron's load catch
+        sent: Any = pickle.loads(pickle.dumps(error))
+        both = isinstance(error, CheckpointError) and type(sent) is CheckpointError
+        return {"error": str(error), "is_ours": both and str(sent) == str(error)}
     return {"error": ""}

@@ -1,11 +1,12 @@
 """Megatron's own unit tests on stock and with install(): nothing may be newly red.
 
     python -m tests.upstream --tree MEGATRON_LM --tests FOLDER [--device sim|cuda] [--ranks N]
-        [--beside N] [--json FILE] MODULE [MODULE ...]
+        [--beside N] [--together] [--json FILE] MODULE [MODULE ...]
 
 FOLDER holds `tests/unit_tests` of the tree's release; MODULE is a path below it, such as
-`dist_checkpointing/test_optimizer.py`. Every module runs in a launch of its own, twice. Exit
-status 1: a test passed on stock and did not with install().
+`dist_checkpointing/test_optimizer.py`. Every module runs in a launch of its own, twice; with
+`--together` all share one launch, which saves imports. Exit status 1: a test passed on stock and
+did not with install().
 """
 
 from __future__ import annotations
@@ -38,14 +39,17 @@ def main() -> int:
     parser.add_argument("--device", choices=("sim", "cuda"), default="sim")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--beside", type=int, default=1, help="launches at the same time")
+    parser.add_argument("--together", action="store_true", help="all modules in one launch")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds a launch may take")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    jobs = [(module, install) for module in options.modules for install in (False, True)]
+    groups = [options.modules] if options.together else [[m] for m in options.modules]
+    jobs = [(modules, install) for modules in groups for install in (False, True)]
     with ThreadPoolExecutor(options.beside) as pool:
         outcomes = list(pool.map(lambda job: run(options, *job), jobs))
     report = {}
-    for at, module in enumerate(options.modules):
+    for at, modules in enumerate(groups):
+        module = " ".join(modules)
         report[module] = compare(outcomes[2 * at], outcomes[2 * at + 1])
         print(module, json.dumps(report[module]["counts"]), flush=True)
         for name, text in report[module]["newly_red"].items():
@@ -57,8 +61,8 @@ def main() -> int:
     return int(any(entry["newly_red"] for entry in report.values()))
 
 
-def run(options: argparse.Namespace, module: str, install: bool) -> Outcomes:
-    """One module on all ranks. A test's outcome is that of the rank on which it went worst."""
+def run(options: argparse.Namespace, modules: list[str], install: bool) -> Outcomes:
+    """One launch of all ranks. A test's outcome is that of the rank on which it went worst."""
     out = Path(tempfile.mkdtemp(prefix="upstream."))
     paths = [ROOT / "tests" / "upstream", options.tests, options.tree, ROOT]
     environment = {
@@ -70,6 +74,8 @@ def run(options: argparse.Namespace, module: str, install: bool) -> Outcomes:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
         "OMP_NUM_THREADS": "1",
+        # The suite's ranks meet in a folder below pytest's, which launches must not share.
+        "PYTEST_DEBUG_TEMPROOT": str(out),
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "TORCHDYNAMO_DISABLE": "1",
         "PYTHONPATH": os.pathsep.join(
@@ -80,7 +86,8 @@ def run(options: argparse.Namespace, module: str, install: bool) -> Outcomes:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, "-m", "pytest", "-p", "plugin", "-c", "/dev/null", "-q"]
     command += [f"--rootdir={options.tests.absolute()}", "-p", "no:cacheprovider", "--timeout=120"]
-    command += [str(options.tests.absolute() / "tests" / "unit_tests" / module)]
+    folder = options.tests.absolute() / "tests" / "unit_tests"
+    command += [str(folder / module) for module in modules]
     processes = []
     for rank in range(options.ranks):
         with (out / f"log{rank}").open("w") as log:

@@ -9,6 +9,7 @@ By default bytes are compared with their digests while they are read (files/chec
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import pickle
@@ -23,7 +24,7 @@ import xxhash
 from vime_optim import settings
 from vime_optim.commit.agreement import agree, describe, point
 from vime_optim.counters import counters
-from vime_optim.errors import CheckpointError, VimeOptimError, one_line
+from vime_optim.errors import CheckpointError, VimeOptimError, one_line, rebuild
 from vime_optim.files.checked import FileCheck
 from vime_optim.files.dcp_metadata import load_metadata
 from vime_optim.files.manifest import (
@@ -144,6 +145,30 @@ def errors_of_ours(directory: str) -> Iterator[None]:
         raise CheckpointError(_FAILED, where=directory, got=got, next_step=_NEXT) from None
 
 
+@contextlib.contextmanager
+def that_callers_catch() -> Iterator[None]:
+    """A CheckpointError that leaves a load is Megatron's CheckpointingException too, which its
+    callers expect of a load."""
+    try:
+        yield
+    except CheckpointError as error:
+        error.__class__ = _caught_as_megatrons()
+        raise
+
+
+@functools.cache
+def _caught_as_megatrons() -> type[CheckpointError]:
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+
+    class Both(CheckpointError, CheckpointingException):  # type: ignore[misc]
+        def __reduce__(self) -> tuple[object, ...]:  # another process may have no Megatron
+            return (rebuild, (CheckpointError, dict(self.__dict__)))
+
+    Both.__name__, Both.__qualname__ = CheckpointError.__name__, CheckpointError.__qualname__
+    Both.__module__ = CheckpointError.__module__
+    return Both
+
+
 def note_cause(error: VimeOptimError) -> None:
     """Why this thread could not read the metadata, which DCP passes over: it then finds none."""
     _thread.cause = error
@@ -153,7 +178,8 @@ def _in_a_line(error: BaseException, directory: str = "") -> str:
     """What an exception says, without advice."""
     if isinstance(error, AssertionError) and str(error).startswith("metadata is None"):
         error = getattr(_thread, "cause", None) or error
-    if isinstance(error, KeyError) and directory and _has_no_optimizer(directory):
+    asks_for_it = isinstance(error, KeyError) and "optimizer" in str(error)
+    if asks_for_it and directory and _has_no_optimizer(directory):
         return "no optimizer state is in this checkpoint: it was saved without (--no-save-optim)"
     if isinstance(error, VimeOptimError):
         expected = [f"expected {error.expected}"] if error.expected else []

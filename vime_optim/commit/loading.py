@@ -7,8 +7,9 @@ the old one nor the new.
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -46,6 +47,7 @@ class _Load:
         self.optimizers = optimizers
         self.directory = directory
         self.has_begun = False
+        self.parsed: dict[tuple[Any, ...], Any] = {}
 
     def begin(self) -> None:
         self.has_begun = True
@@ -67,7 +69,30 @@ def _members(template: Any) -> Iterator[Any]:
     for _, value in walk(template):
         owner = getattr(value, "owner", None) if isinstance(value, dict) else None
         if owner is not None:
-            yield from getattr(owner, "chained_optimizers", [owner])
+            yield from _leaves(owner)
+
+
+def _leaves(optimizer: Any) -> Iterator[Any]:
+    """The optimizers that hold states: a chain may be a member of another one (layer-wise Muon)."""
+    members = getattr(optimizer, "chained_optimizers", None)
+    if members is None:
+        yield optimizer
+    else:
+        for member in members:
+            yield from _leaves(member)
+
+
+def once(path: str, parse: Callable[[], Any]) -> Any:
+    """What `parse` makes of the file, made once in a load. torch reads `.metadata` two or three
+    times, and with a hundred thousand shards each reading takes seconds."""
+    load = getattr(_thread, "load", None)
+    if load is None:
+        return parse()
+    found = os.stat(path)
+    key = (path, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+    if key not in load.parsed:
+        load.parsed = {key: parse()}
+    return load.parsed[key]
 
 
 def reading_begins() -> None:
@@ -88,7 +113,7 @@ def require_whole(optimizer: Any, action: str) -> None:
         OptimizerStateError: a load into the optimizer, or into a member of it, began and was not
             finished.
     """
-    for member in getattr(optimizer, "chained_optimizers", (optimizer,)):
+    for member in _leaves(optimizer):
         directory = record_of(member).half_loaded_from
         if directory is not None:
             raise OptimizerStateError(

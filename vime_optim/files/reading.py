@@ -42,8 +42,6 @@ _GAP_BYTES = 16 << 10
 _RUN_BYTES = 64 << 10
 _SPAN_BYTES = 1 << 20
 
-_CACHED_BYTES = 512 << 10
-
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -129,6 +127,7 @@ class BoxReader:
 
     def __init__(self, total_bytes: int, threads: int | None = None) -> None:
         self._threads = threads or default_threads()
+        self._total_bytes = total_bytes
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="vime-read")
         self._files: dict[str, int] = {}
         self._entries: deque[_Entry] = deque()
@@ -196,6 +195,8 @@ class BoxReader:
         # What is not contiguous goes through a buffer, even if neither dtype nor device differs.
         needs_no_buffer = is_direct and target.is_contiguous()
         limit_bytes = PIECE_BYTES if needs_no_buffer else self._slot_bytes
+        if needs_no_buffer and source.check is not None and self._has_many(source.check):
+            limit_bytes = max(PIECE_BYTES, source.check.chunk_bytes)
         strides = row_major(source.shape)
         for box in _pieces(source, limit_bytes // source.dtype.itemsize):
             part = target if box.size == source.size else target[box.slices]
@@ -211,6 +212,10 @@ class BoxReader:
             words = (descriptor, source, strides, wanted, _bytes_of(memory))
             self._submit(entry, link, *((_fill_digesting, link) if link else (fill,)), *words)
         self._entries.append(_Entry(None, done=done))
+
+    def _has_many(self, check: FileCheck) -> bool:
+        """Whether threads have chunks of their own to read and digest, with some to spare."""
+        return self._total_bytes >= 4 * self._threads * check.chunk_bytes
 
     def _submit(self, entry: _Entry, link: Link | None, call: Any, *arguments: Any) -> None:
         entry.future = self._pool.submit(call, *arguments)
@@ -362,13 +367,12 @@ def _fill_digesting(
     box: Box,
     out: memoryview,
 ) -> None:
-    """Each part is digested while it is in the cache of the processor that read it."""
+    """Read at once, then digest after the parts before it, each by one call: with 16 threads a turn
+    of the interpreter's lock costs more than a processor's cache saves."""
     at, _ = source.span(box)
+    _read(descriptor, source, at, out)
     link.begin(_gap(link))
-    for done in range(0, len(out), _CACHED_BYTES):
-        part = out[done : done + _CACHED_BYTES]
-        _read(descriptor, source, at + done, part)
-        link.digest(part)
+    link.digest(out)
     link.end()
 
 

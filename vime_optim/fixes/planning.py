@@ -187,11 +187,16 @@ def _wrap_global_shards(original: Any, hit: Hit) -> Any:
         sharded_state_dict: Any, process_group: Any = None
     ) -> tuple[list[Any], Any]:
         from megatron.core.dist_checkpointing.dict_utils import nested_values
+        from megatron.core.dist_checkpointing.mapping import ShardedBase
 
         from vime_optim.planning import shards
 
+        found = list(nested_values(sharded_state_dict))
+        if not all(isinstance(shard, ShardedBase) for shard in found):
+            group = {} if process_group is None else {"process_group": process_group}
+            return original(sharded_state_dict, **group)  # type: ignore[no-any-return]
         hit()
-        local = [shard.without_data() for shard in nested_values(sharded_state_dict)]
+        local = [shard.without_data() for shard in found]
         return local, shards.gather(local, process_group)
 
     return determine_global_metadata

@@ -32,12 +32,11 @@ def _wrap_read_metadata(original: Any, hit: Hit) -> Any:
         from torch.distributed.checkpoint.metadata import StorageMeta
 
         from vime_optim.commit.load_check import note_cause
-        from vime_optim.files.dcp_metadata import load_metadata
 
         hit()
         path = self._get_metadata_path(kwargs.get("rank"))
         try:
-            metadata = load_metadata(_read(self, path), str(path))
+            metadata = _metadata_of(self, path)
         except VimeOptimError as error:
             note_cause(error)
             raise
@@ -49,18 +48,21 @@ def _wrap_read_metadata(original: Any, hit: Hit) -> Any:
     return read_metadata
 
 
-def _read(reader: Any, path: Any) -> bytes:
+def _metadata_of(reader: Any, path: Any) -> Any:
     from torch.distributed.checkpoint.filesystem import FileSystem
 
+    from vime_optim.commit.loading import once
+    from vime_optim.files.dcp_metadata import load_metadata
     from vime_optim.files.plain import read_plain, too_large
 
-    if type(reader.fs) is FileSystem:
-        return read_plain(path, METADATA_LIMIT_BYTES)
+    where = str(path)
+    if type(reader.fs) is FileSystem and os.path.exists(path):
+        return once(where, lambda: load_metadata(read_plain(path, METADATA_LIMIT_BYTES), where))
     with reader.fs.create_stream(path, "rb") as stream:
         data: bytes = stream.read(METADATA_LIMIT_BYTES + 1)
     if len(data) > METADATA_LIMIT_BYTES:
-        raise too_large(str(path), "more", METADATA_LIMIT_BYTES)
-    return data
+        raise too_large(where, "more", METADATA_LIMIT_BYTES)
+    return load_metadata(data, where)
 
 
 def _diagnose_read_metadata(module: ModuleType, original: Any) -> Diagnosis:

@@ -87,8 +87,9 @@ def operation_of_load(call: Call) -> agreement.Operation | None:
 
 @contextmanager
 def one_load(call: Call, operation: agreement.Operation | None) -> Iterator[None]:
-    """All ranks leave this block by an exception, or none does; torch's become ours."""
-    with agreement.together(operation):
+    """All ranks leave this block by an exception, or none does; torch's become ours, and ours are
+    what callers of Megatron's load catch."""
+    with load_check.that_callers_catch(), agreement.together(operation):
         with load_check.errors_of_ours(str(call["checkpoint_dir"])):
             yield
         agreement.point()
