@@ -209,29 +209,19 @@ def gather(local: Sequence[Any], group: Any) -> GlobalShards:
     """Collective: the shards of all ranks. Sent again only when some rank's have changed."""
     import torch
 
+    from vime_optim import collectives
+
     mine = pack(local)
     digest = hashlib.blake2b(pickle.dumps((mine.data, mine.rest)), digest_size=16).digest()
     key = tuple(torch.distributed.get_process_group_ranks(group))
     known = _last.get(key)
-    if _all(known is not None and known[0] == digest, group):
+    changed = known is None or known[0] != digest
+    if not collectives.highest(int(changed), group):
         assert known is not None
         return known[1]
-    gathered: list[Any] = [None] * len(key)
-    torch.distributed.all_gather_object(gathered, mine, group=group)
-    made = GlobalShards(gathered, group)
+    made = GlobalShards(collectives.gathered(mine, group), group)
     _last[key] = digest, made
     return made
-
-
-def _all(flag: bool, group: Any) -> bool:
-    """Collective: whether the flag is set on every rank; costs one integer."""
-    import torch
-
-    backend = str(torch.distributed.get_backend(group))
-    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else "cpu"
-    unset = torch.tensor([int(not flag)], dtype=torch.int, device=device)
-    torch.distributed.all_reduce(unset, group=group)
-    return not int(unset.item())
 
 
 def validate(original: Any, shards: GlobalShards, *args: Any, **kwargs: Any) -> None:
