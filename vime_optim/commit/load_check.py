@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import xxhash
 
-from vime_optim import settings
+from vime_optim import collectives, settings
 from vime_optim.commit.agreement import agree, describe, point
 from vime_optim.counters import counters
 from vime_optim.errors import CheckpointError, VimeOptimError, one_line, rebuild
@@ -113,9 +113,7 @@ class Checks:
             compare_rest(files)
             return
         point()  # all have read, and all come to the next collective
-        flags = torch.from_numpy(flags_of(files))
-        if "nccl" in str(torch.distributed.get_backend()):
-            flags = flags.to(torch.device("cuda", torch.cuda.current_device()))
+        flags = torch.from_numpy(flags_of(files)).to(collectives.device_of())
         torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX)
         rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
         settle(files, flags.cpu().numpy(), rank, world)
