@@ -209,7 +209,7 @@ def test_chunks_that_all_span_the_longest_axis():
     plans = plans_of(shape, pieces, 64)
     metadata = metadata_of(plans)
     # torch takes minutes, as a check of pairs would here: pytest's limit for a test ends that.
-    assert global_check.check(plans, metadata.state_dict_metadata) == global_check.Verdict()
+    assert global_check.check(plans, metadata.state_dict_metadata) == global_check.PlanVerdict()
     chunks = metadata.state_dict_metadata["w"].chunks
     chunks[777] = replace(chunks[777], offsets=chunks[778].offsets)
     faults = global_check.check(plans, metadata.state_dict_metadata).faults

@@ -12,9 +12,7 @@ MODULES = {
     "__init__": "Python's own",
     "job": "async_save's is the job of one save; verify's the training job of one case",
 }
-CLASSES = {
-    "Verdict": "the installer's on a target, and a plan check's on the plans of all ranks",
-}
+CLASSES: dict[str, str] = {}
 """What may stand for two things, and why."""
 
 

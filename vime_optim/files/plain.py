@@ -22,7 +22,7 @@ def read_plain(path: str | os.PathLike[str], limit_bytes: int) -> bytes:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     try:
         status = os.fstat(descriptor)
         require_plain(path, status.st_mode)
@@ -31,7 +31,7 @@ def read_plain(path: str | os.PathLike[str], limit_bytes: int) -> bytes:
         with os.fdopen(os.dup(descriptor), "rb") as file:
             return file.read(status.st_size)
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     finally:
         os.close(descriptor)
 
@@ -70,7 +70,8 @@ def too_large(where: str, got: str, limit_bytes: int) -> CheckpointError:
     )
 
 
-def _unreadable(path: str | os.PathLike[str], error: OSError) -> CheckpointError:
+def unreadable(path: str | os.PathLike[str], error: OSError) -> CheckpointError:
+    """The error for a file, and perhaps the key in it, that the system does not let us read."""
     return CheckpointError(
         "A file of the checkpoint cannot be read.",
         where=os.fspath(path),

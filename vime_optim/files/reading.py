@@ -23,7 +23,7 @@ from vime_optim.errors import CheckpointError
 from vime_optim.files.checked import ChunkLinks, FileCheck, Link
 from vime_optim.files.cores import own_cores
 from vime_optim.files.geometry import Box, Comb, combs, row_major, tiles, whole
-from vime_optim.files.plain import require_plain
+from vime_optim.files.plain import require_plain, unreadable
 
 PIECE_BYTES = 8 << 20
 """What one thread reads into a destination in one go."""
@@ -168,11 +168,7 @@ class BoxReader:
                 # A pipe would hold up a blocking open, and a device reads without an end.
                 descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             except OSError as error:
-                raise CheckpointError(
-                    "a file of the checkpoint cannot be opened",
-                    where=path,
-                    got=f"{type(error).__name__}: {error.strerror}",
-                ) from error
+                raise unreadable(path, error) from error
             self._files[path] = descriptor
             require_plain(path, os.fstat(descriptor).st_mode)
         return descriptor
@@ -417,11 +413,7 @@ def _read(descriptor: int, what: Source | FileCheck, at: int, out: memoryview) -
         try:
             count = os.preadv(descriptor, [out[done:]], at + done)
         except OSError as error:
-            raise CheckpointError(
-                "a file of the checkpoint cannot be read",
-                where=what.where,
-                got=f"{type(error).__name__}: {error.strerror}",
-            ) from error
+            raise unreadable(what.where, error) from error
         if count <= 0:
             raise ends_early(what.where, at + done, at + len(out))
         done += count

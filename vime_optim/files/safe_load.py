@@ -27,7 +27,7 @@ import torch
 
 from vime_optim.errors import CheckpointError
 from vime_optim.files.pickles import audit
-from vime_optim.files.plain import no_archive, read_plain
+from vime_optim.files.plain import no_archive, read_plain, unreadable
 from vime_optim.files.stand_ins import (
     Inert,
     InertMeta,
@@ -280,12 +280,7 @@ def _read_file(path: Path, label: str, limit_bytes: int) -> bytes:
     try:
         return read_plain(path, limit_bytes)
     except FileNotFoundError as error:
-        raise CheckpointError(
-            "A file of the checkpoint cannot be read.",
-            where=label,
-            got=f"{type(error).__name__}: {error.strerror}",
-            next_step="Check the path and its permissions.",
-        ) from error
+        raise unreadable(label, error) from error
 
 
 def _inert_name(item: object) -> str:

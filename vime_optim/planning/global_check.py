@@ -23,7 +23,7 @@ _MOST_MESSAGES = 32
 
 
 @dataclass
-class Verdict:
+class PlanVerdict:
     """What a check found.
 
     Attributes:
@@ -58,7 +58,7 @@ class Chunks:
         return np.repeat(np.arange(len(self.keys)), np.diff(self.first))
 
 
-def check(global_plan: Sequence[Any], state_dict_metadata: dict[str, Any]) -> Verdict:
+def check(global_plan: Sequence[Any], state_dict_metadata: dict[str, Any]) -> PlanVerdict:
     """The verdict on all tensors of a plan's metadata.
 
     Args:
@@ -66,7 +66,7 @@ def check(global_plan: Sequence[Any], state_dict_metadata: dict[str, Any]) -> Ve
             single plan to be complete.
         state_dict_metadata: key to TensorStorageMetadata; objects are passed over.
     """
-    verdict = Verdict()
+    verdict = PlanVerdict()
     for chunks in _by_axes(state_dict_metadata, verdict):
         check_chunks(chunks, global_plan, verdict)
     if len(verdict.faults) > _MOST_MESSAGES:
@@ -75,7 +75,7 @@ def check(global_plan: Sequence[Any], state_dict_metadata: dict[str, Any]) -> Ve
     return verdict
 
 
-def check_chunks(chunks: Chunks, global_plan: Sequence[Any], verdict: Verdict) -> None:
+def check_chunks(chunks: Chunks, global_plan: Sequence[Any], verdict: PlanVerdict) -> None:
     """Adds to a verdict what is wrong with chunks of equally many axes."""
     try:
         _check_chunks(chunks, global_plan, verdict)
@@ -83,7 +83,7 @@ def check_chunks(chunks: Chunks, global_plan: Sequence[Any], verdict: Verdict) -
         verdict.unproved += chunks.keys
 
 
-def _by_axes(state_dict_metadata: dict[str, Any], verdict: Verdict) -> Iterable[Chunks]:
+def _by_axes(state_dict_metadata: dict[str, Any], verdict: PlanVerdict) -> Iterable[Chunks]:
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
     by_axes: dict[int, list[tuple[str, Any]]] = {}
@@ -107,7 +107,7 @@ def _by_axes(state_dict_metadata: dict[str, Any], verdict: Verdict) -> Iterable[
         yield Chunks([key for key, _ in entries], shapes, lo, size, first)
 
 
-def _check_chunks(chunks: Chunks, global_plan: Sequence[Any], verdict: Verdict) -> None:
+def _check_chunks(chunks: Chunks, global_plan: Sequence[Any], verdict: PlanVerdict) -> None:
     key_of, lo, hi = chunks.key_of, chunks.lo, chunks.lo + chunks.size
     # Not lo + size > shape: a sum that does not fit would come out negative.
     outside = (lo < 0) | (chunks.size < 0) | (chunks.size > chunks.shapes[key_of] - lo)
@@ -133,7 +133,7 @@ def _examine(
     left: Ints,
     group: Ints,
     global_plan: Sequence[Any],
-    verdict: Verdict,
+    verdict: PlanVerdict,
 ) -> None:
     """Looks closely at boxes that planes do not tell apart: do two of a group overlap?"""
     order = np.argsort(group, kind="stable")
@@ -177,7 +177,7 @@ def _overlap(lo: Ints, hi: Ints, shape: list[int]) -> tuple[int, ...] | None:
     return None
 
 
-def _check_volumes(chunks: Chunks, sound: Ints, verdict: Verdict) -> None:
+def _check_volumes(chunks: Chunks, sound: Ints, verdict: PlanVerdict) -> None:
     total = np.concatenate((np.zeros(1, np.int64), np.cumsum(overlap.volumes(chunks.size))))
     held = total[chunks.first[1:]] - total[chunks.first[:-1]]
     for index, key in enumerate(chunks.keys):

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from vime_optim.files.cover import Ints
-from vime_optim.planning.global_check import Chunks, Verdict, check_chunks, describe_pair
+from vime_optim.planning.global_check import Chunks, PlanVerdict, check_chunks, describe_pair
 from vime_optim.planning.overlap import as_array
 from vime_optim.planning.packed import Boxes
 from vime_optim.planning.save_plans import PackedPlan, chunks_of, properties_of
@@ -31,7 +31,7 @@ class Whole:
 
     plans: list[Any]
     state_dict_metadata: dict[str, Any]
-    verdict: Verdict
+    verdict: PlanVerdict
 
     def metadata(self) -> Metadata:
         return Metadata(dict(self.state_dict_metadata))
@@ -60,7 +60,7 @@ def make_whole(plans: Sequence[PackedPlan]) -> Whole | None:
         if shape is None:
             metadata[name] = BytesStorageMetadata()
     hints = [np.full(len(c.key_of), -1, dtype=np.int64) for c in columns]
-    verdict = Verdict()
+    verdict = PlanVerdict()
     for axes in sorted({len(shape) for shape in keys.shapes if shape is not None}):
         chunks = _chunks(columns, keys, names, axes, hints)
         if _repeats(chunks, verdict):
@@ -131,7 +131,7 @@ def _chunks(
     )
 
 
-def _repeats(chunks: Chunks, verdict: Verdict) -> bool:
+def _repeats(chunks: Chunks, verdict: PlanVerdict) -> bool:
     """Whether two chunks of a key have the same offset. torch keeps one of them, whichever it is;
     of different sizes, one rank's bytes would be found under the other's size."""
     order = np.lexsort((*chunks.lo.T[::-1], chunks.key_of))
