@@ -59,12 +59,20 @@ def _fake_ranks(rank: int, world_size: int) -> None:
 def make_inputs(name: str, keys: str, folder: Path) -> None:
     """Writes what every rank sends: plans, results and shards; pickled as by stock, and ours."""
     from vime_optim.planning import exchange, shards
+    from vime_optim.planning.results import pack_results
     from vime_optim.planning.save_plans import pack_plan
 
     planner, layout = scale_ranks.job(name, keys)
     files = {
         kind: open(folder / kind, "wb")  # noqa: SIM115
-        for kind in ("plans.stock", "plans.ours", "shards.stock", "shards.ours", "results")
+        for kind in (
+            "plans.stock",
+            "plans.ours",
+            "shards.stock",
+            "shards.ours",
+            "results.stock",
+            "results.ours",
+        )
     }
     for rank in range(layout.world_size):
         held = list(scale_ranks.shards_of(planner, layout, rank))
@@ -73,12 +81,14 @@ def make_inputs(name: str, keys: str, folder: Path) -> None:
         columns = pack_plan(plan)
         assert columns is not None
         tensors = [shard.to_megatron(with_data=False) for shard in held]
+        results = scale_ranks.results_of(plan, rank)
         for kind, sent in (
             ("plans.stock", plan),
             ("plans.ours", exchange._Sent(columns.to_bytes())),
             ("shards.stock", tensors),
             ("shards.ours", shards.pack(tensors)),
-            ("results", scale_ranks.results_of(plan, rank)),
+            ("results.stock", results),
+            ("results.ours", pack_results(results)),
         ):
             data = pickle.dumps(sent)
             files[kind].write(len(data).to_bytes(8, "little") + data)
@@ -98,6 +108,9 @@ def rank0(name: str, who: str, folder: Path) -> dict[str, Any]:
     _fake_ranks(0, layout.world_size)
     if who == "ours":
         import vime_optim
+        from vime_optim.commit import sessions
+        from vime_optim.files.manifest import amend
+        from vime_optim.planning.metadata_file import write_metadata
 
         vime_optim.install(only=("planning",))
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
@@ -120,17 +133,21 @@ def rank0(name: str, who: str, folder: Path) -> dict[str, Any]:
             with later.timed("global plan and check"):
                 _, metadata = planner.create_global_plan(plans)
         with which.timed("receive results"):
-            results = [pickle.loads(data) for data in _sent(folder / "results")]
+            results = [pickle.loads(data) for data in _sent(folder / f"results.{who}")]
         target = folder / f"checkpoint.{who}"
         target.mkdir(exist_ok=True)
         writer = FileSystemWriterAsync(str(target))
         with which.timed("write .metadata"):
-            writer.finish(metadata, results)
+            if who == "ours":
+                write_metadata(FileSystemWriterAsync.finish, writer, metadata, results)
+            else:
+                writer.finish(metadata, results)
         if who == "ours":
-            from vime_optim.commit import sessions
-
             with which.timed("write manifest"):
-                sessions.write_manifest(str(target), results)
+                sessions.write_manifest(str(target), sessions.records_of(results) or [])
+            with which.timed("amend manifest"):
+                (target / "metadata.json").write_text("{}")
+                amend(target, "metadata.json")
     manifest = target / "vime_optim_manifest.json"
     return {
         "seconds": parts.seconds,
@@ -143,6 +160,7 @@ def rank0(name: str, who: str, folder: Path) -> dict[str, Any]:
             len(getattr(value, "chunks", ())) for value in metadata.state_dict_metadata.values()
         ),
         "plan_bytes_a_rank": (folder / f"plans.{who}").stat().st_size / layout.world_size - 8,
+        "result_bytes_a_rank": (folder / f"results.{who}").stat().st_size / layout.world_size - 8,
         "shard_bytes_a_rank": (folder / f"shards.{who}").stat().st_size / layout.world_size - 8,
     }
 

@@ -169,7 +169,7 @@ def results_of(plan: Any, rank: int) -> list[Any]:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     from vime_optim.commit.task import RecordedResult
-    from vime_optim.files.fastfile import FileRecord
+    from vime_optim.files.fastfile import CHUNK_BYTES, FileRecord
 
     results, position = [], [0, 0]
     for number, item in enumerate(plan.items):
@@ -186,7 +186,8 @@ def results_of(plan: Any, rank: int) -> list[Any]:
         position[file] += length
         record = None
         if number >= len(plan.items) - 2:
-            record = FileRecord(name, position[file], f"{rank:08x}{file:08x}", bytes(64))
+            digests = bytes(8 * -(-position[file] // CHUNK_BYTES))
+            record = FileRecord(name, position[file], f"{rank:08x}{file:08x}", digests)
         results.append(RecordedResult(item.index, length, info, record))
     results.sort(key=lambda result: str(result.storage_data.relative_path))
     return results

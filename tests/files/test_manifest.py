@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
 import shutil
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from tests.tools.conftest import copy_of, stock  # noqa: F401  (fixtures)
 from vime_optim import settings
@@ -18,7 +21,7 @@ from vime_optim.commit.load_check import find_reason
 from vime_optim.errors import CheckpointError
 from vime_optim.files import fastfile, manifest
 from vime_optim.files.dcp_metadata import dump_metadata, parse_metadata
-from vime_optim.files.manifest import MANIFEST_NAME, Item, Manifest, verify_directory
+from vime_optim.files.manifest import MANIFEST_NAME, Manifest, verify_directory
 from vime_optim.tools.repair import repair_checkpoint
 
 CHUNK_BYTES = 4096
@@ -35,14 +38,17 @@ def make(directory: Path, seed: int = 0) -> Path:
     directory.mkdir()
     generator = torch.Generator().manual_seed(seed)
     made = Manifest(chunk_bytes=CHUNK_BYTES)
+    places: dict[MetadataIndex, _StorageInfo] = {}
     for number in range(2):
         name = f"__0_{number}.distcp"
         tensors = [torch.rand(n, generator=generator) for n in (1000, 5, 3000)]
         extents, record = fastfile.write_file(directory / name, name, list(tensors))
-        items = [
-            Item(f"optimizer.{number}.{i}", e.offset, e.length, (0,)) for i, e in enumerate(extents)
-        ]
-        made.add(record, items)
+        for i, extent in enumerate(extents):
+            index = MetadataIndex(f"optimizer.{number}.{i}", (0,))
+            places[index] = _StorageInfo(name, extent.offset, extent.length)
+        made.add(record)
+    (directory / ".metadata").write_bytes(pickle.dumps(Metadata({}, None, places)))
+    made.add(fastfile.digest_file(directory / ".metadata"))
     torch.save({"iteration": seed}, directory / "common.pt")
     made.add(fastfile.digest_file(directory / "common.pt"))
     made.write(directory)
@@ -57,7 +63,7 @@ def checkpoint(tmp_path: Path, small_chunks: None) -> Path:
 def test_an_untouched_directory_is_fine(checkpoint: Path) -> None:
     outcome = verify_directory(checkpoint)
     assert outcome.ok
-    assert outcome.files == 3
+    assert outcome.files == 4
     assert outcome.uncovered == ()
     assert outcome.bytes_read == sum(
         p.stat().st_size for p in checkpoint.iterdir() if p.name != MANIFEST_NAME
@@ -89,8 +95,8 @@ def test_every_flipped_bit_is_named(checkpoint: Path) -> None:
 
 def test_a_problem_names_the_keys_in_its_range(checkpoint: Path) -> None:
     path = checkpoint / "__0_1.distcp"
-    entry = manifest.read_manifest(checkpoint).entries[path.name]  # type: ignore[union-attr]
-    last = entry.items[-1]
+    places = pickle.loads((checkpoint / ".metadata").read_bytes()).storage_data  # made above
+    last = places[MetadataIndex("optimizer.1.2", (0,))]
     raw = bytearray(path.read_bytes())
     raw[last.offset + last.length - 1] ^= 4
     path.write_bytes(bytes(raw))
@@ -234,10 +240,10 @@ def test_the_ranks_share_the_reading(copy_of: Any, monkeypatch: pytest.MonkeyPat
     read: list[Any] = []
     digest = manifest.digest_of
     monkeypatch.setattr(manifest, "digest_of", lambda *a: (read.append(a), digest(*a))[1])
-    entries = list(found.entries.values())
-    problems = [manifest.verify_entries(source, entries, found.chunk_bytes, n, 3) for n in range(3)]
+    records = list(found.records.values())
+    problems = [manifest.verify_files(source, records, found.chunk_bytes, n, 3) for n in range(3)]
     assert [p.file for part in problems for p in part] == [path.name]
-    assert len(read) == len(set(read)) == sum(len(e.record.chunk_digests) // 8 for e in entries)
+    assert len(read) == len(set(read)) == sum(len(r.chunk_digests) // 8 for r in records)
 
 
 def test_check_reads_a_directory(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,7 +63,8 @@ def all_pairs(global_plan, metadata):
             for other in value.chunks[index + 1 :]:
                 if default_planner._check_box_overlap(chunk, other):
                     return False
-        if len(global_plan) > 1 and volume != math.prod(value.size):
+        several = len(global_plan) > 1 or global_check._a_single_plan_must_be_whole()
+        if several and volume != math.prod(value.size):
             return False
     return True
 

@@ -76,7 +76,7 @@ def test_an_old_manifest_survives_a_write_that_fails(tmp_path: Path) -> None:
     newer.write(tmp_path)
     found = read_manifest(tmp_path)
     assert found is not None
-    assert list(found.entries) == ["data2"]
+    assert list(found.records) == ["data2"]
 
 
 def test_a_directory_that_cannot_be_synced_is_no_failure(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_the_mark_of_a_whole_checkpoint_is_synced_with_its_directory(tmp_path: P
     assert calls.events[-1] == ("sync", str(tmp_path))
     found = read_manifest(tmp_path)
     assert found is not None
-    assert set(found.entries) == {"data1", "metadata.json"}
+    assert set(found.records) == {"data1", "metadata.json"}
 
 
 def test_a_checkpoint_whose_manifest_cannot_be_written_is_not_declared_whole(

@@ -32,10 +32,10 @@ from vime_optim.files.manifest import (
     MANIFEST_NAME,
     Manifest,
     Problem,
-    check_entry,
+    check_file,
     checks_of,
     read_manifest,
-    verify_entries,
+    verify_files,
 )
 from vime_optim.files.plain import read_plain
 from vime_optim.files.settle import compare_rest, flags_of, settle
@@ -240,16 +240,16 @@ def _without_manifest(directory: str) -> str | None:
 
 
 def _problems(directory: str, manifest: Manifest, part: int, parts: int) -> list[Problem]:
-    entries = [entry for _, entry in sorted(manifest.entries.items())]
+    records = [record for _, record in sorted(manifest.records.items())]
     if settings.current().verify == "all":
         counters["loads verified by digests"] += 1
-        return verify_entries(directory, entries, manifest.chunk_bytes, part, parts)
+        return verify_files(directory, records, manifest.chunk_bytes, part, parts)
     problems: list[Problem] = []
-    for entry in entries[part::parts]:
-        if entry.record.name in _SMALL:
-            problems += verify_entries(directory, [entry], manifest.chunk_bytes)
+    for record in records[part::parts]:
+        if record.name in _SMALL:
+            problems += verify_files(directory, [record], manifest.chunk_bytes)
         else:
-            problems += check_entry(directory, entry)
+            problems += check_file(directory, record)
     return problems
 
 

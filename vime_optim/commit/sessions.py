@@ -12,7 +12,7 @@ import errno
 import functools
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,9 @@ from vime_optim.errors import WriterError
 from vime_optim.files.fastfile import FileRecord, digest_file
 from vime_optim.files.manifest import (
     MANIFEST_NAME,
-    Entry,
-    Item,
     Manifest,
     amend,
-    check_entry,
+    check_file,
 )
 from vime_optim.files.plain import sync_directory
 
@@ -190,9 +188,16 @@ def _after_commit(session: SaveSession) -> None:
 
 
 def finalize(
-    original: Callable[..., None], writer: Any, global_metadata: Any, dist_wrapper: Any
+    original: Callable[..., None],
+    writer: Any,
+    global_metadata: Any,
+    dist_wrapper: Any,
+    pack: Callable[[Any], Any] = lambda results: results,
 ) -> None:
     """Megatron's finalization of one save, with every failure raised on all ranks.
+
+    Args:
+        pack: what a rank's results are sent as.
 
     Raises:
         WriterError: on every rank, naming each rank that failed and why.
@@ -202,7 +207,7 @@ def finalize(
     except Exception as error:  # nvidia-resiliency-ext up to 0.4: on this rank alone
         results = error
     # Not always a queue that can be asked twice: the answer is kept for Megatron's own call.
-    writer.retrieve_write_results = lambda: results
+    writer.retrieve_write_results = lambda: pack(results)
     where = str(writer.checkpoint_dir)
     errors = [_failure_in(results, writer) or _lost_file(where, results)]
     commit = writer.finish
@@ -261,7 +266,7 @@ def _lost_file(directory: str, results: Any) -> str | None:
         record = records.get(name)
         try:
             if record is not None:
-                if problems := check_entry(directory, Entry(record)):
+                if problems := check_file(directory, record):
                     return str(problems[0])
             elif (Path(directory) / name).stat().st_size < end:
                 return f"{name}: the file is shorter than what was written"
@@ -270,30 +275,25 @@ def _lost_file(directory: str, results: Any) -> str | None:
     return None
 
 
-def is_recorded(results: list[list[Any]]) -> bool:
-    """Whether our writer wrote all files; otherwise a manifest would have holes."""
-    return all(isinstance(result, RecordedResult) for part in results for result in part)
+def records_of(results: Sequence[Sequence[Any]]) -> list[FileRecord] | None:
+    """The records of all files; None where our writer did not write all of them: a manifest would
+    have holes."""
+    records: list[FileRecord] = []
+    for part in results:
+        if hasattr(part, "records"):  # columns
+            records += part.records
+        elif all(isinstance(result, RecordedResult) for result in part):
+            records += [result.record for result in part if result.record is not None]
+        else:
+            return None
+    return records
 
 
-def write_manifest(directory: str, results: list[list[Any]]) -> None:
+def write_manifest(directory: str, records: Sequence[FileRecord]) -> None:
     """On the coordinator, after `.metadata`: the manifest of everything that is there by now."""
-    manifest = Manifest()
-    for rank_results in results:
-        items: list[Item] = []
-        for result in rank_results:
-            items.append(_item(result))
-            if isinstance(result.record, FileRecord):
-                manifest.add(result.record, items)
-                items = []
+    manifest = Manifest({record.name: record for record in records})
     for name in (".metadata", "common.pt"):
         path = Path(directory) / name
         if path.is_file():
             manifest.add(digest_file(path, name))
     manifest.write(directory)
-
-
-def _item(result: RecordedResult) -> Item:
-    index = result.index
-    info = result.storage_data
-    offsets = None if index.offset is None else tuple(int(size) for size in index.offset)
-    return Item(index.fqn, info.offset, info.length, offsets)

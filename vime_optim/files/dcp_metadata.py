@@ -42,6 +42,7 @@ _CLASSES: dict[str, Any] = {
     "torch.Size": torch.Size,
     "collections.OrderedDict": collections.OrderedDict,
     "builtins.set": set,
+    "builtins.list": list,  # columns of a plan that another writer than ours pickled
     "torch.serialization._get_layout": torch.serialization._get_layout,
     "torch.distributed.checkpoint.filesystem._StorageInfo": dcp_filesystem._StorageInfo,
     "torch.distributed.checkpoint.filesystem._StoragePrefix": dcp_filesystem._StoragePrefix,

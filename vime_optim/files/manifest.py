@@ -5,8 +5,8 @@ It lies beside Megatron's files, and stock Megatron and torch do not look at it.
 (`.metadata`, `common.pt`, `metadata.json`) are read once more for theirs.
 
 Layout: {"format", "version", "chunk_bytes", "digest": "xxh3_64", "save_id", "files": {name:
-{"size_bytes", "stamp", "chunks" (16 hex digits a chunk), "items": [[key, offset, length, tensor
-offsets], ...]}}, "check": xxh3-64 of all the rest}.
+{"size_bytes", "stamp", "chunks" (16 hex digits a chunk), "items": []}}, "check": xxh3-64 of all the
+rest}. Earlier releases listed the items of each file, which `.metadata` tells too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import json
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,27 +56,42 @@ class Item:
         return self.key + where
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One file: its record and, for a `.distcp`, its items in file order."""
+def keys_in(directory: str | os.PathLike[str], name: str, start: int, end: int) -> tuple[str, ...]:
+    """What bytes [start, end) of a file hold, as `.metadata` says; nothing where it does not."""
+    path = Path(directory) / ".metadata"
+    try:
+        changed_ns = path.stat().st_mtime_ns
+        items = _items_of(path, changed_ns).get(name, ())
+    except (OSError, CheckpointError):
+        return ()
+    return tuple(str(i) for i in items if i.offset < end and i.offset + i.length > start)
 
-    record: FileRecord
-    items: tuple[Item, ...] = ()
 
-    def items_in(self, start: int, end: int) -> list[Item]:
-        return [i for i in self.items if i.offset < end and i.offset + i.length > start]
+@functools.lru_cache(maxsize=1)
+def _items_of(path: Path, changed_ns: int) -> dict[str, list[Item]]:
+    """The items of each file, in file order. Damage is found piece by piece: it is read once."""
+    from vime_optim.files.dcp_metadata import load_metadata
+
+    items: dict[str, list[Item]] = {}
+    for index, info in load_metadata(read_plain(path, _LIMIT_BYTES)).storage_data.items():
+        offsets = None if index.offset is None else tuple(index.offset)
+        item = Item(index.fqn, info.offset, info.length, offsets)
+        items.setdefault(info.relative_path, []).append(item)
+    for held in items.values():
+        held.sort(key=lambda item: item.offset)
+    return items
 
 
 @dataclass
 class Manifest:
     """What a complete checkpoint directory holds."""
 
-    entries: dict[str, Entry] = field(default_factory=dict)
+    records: dict[str, FileRecord] = field(default_factory=dict)
     save_id: str = field(default_factory=lambda: secrets.token_hex(8))
     chunk_bytes: int = CHUNK_BYTES
 
-    def add(self, record: FileRecord, items: Sequence[Item] = ()) -> None:
-        self.entries[record.name] = Entry(record, tuple(items))
+    def add(self, record: FileRecord) -> None:
+        self.records[record.name] = record
 
     def write(self, directory: str | os.PathLike[str]) -> None:
         """Write it whole or not at all, and bring it to stable storage."""
@@ -93,12 +108,12 @@ class Manifest:
             "save_id": self.save_id,
             "files": {
                 name: {
-                    "size_bytes": entry.record.size_bytes,
-                    "stamp": entry.record.stamp,
-                    "chunks": entry.record.chunk_digests.hex(),
-                    "items": [[i.key, i.offset, i.length, i.tensor_offsets] for i in entry.items],
+                    "size_bytes": record.size_bytes,
+                    "stamp": record.stamp,
+                    "chunks": record.chunk_digests.hex(),
+                    "items": [],  # wanted by earlier releases
                 }
-                for name, entry in sorted(self.entries.items())
+                for name, record in sorted(self.records.items())
             },
         }
 
@@ -132,7 +147,7 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest | None:
         if type(manifest.save_id) is not str:
             raise TypeError("the save's id")
         for name, values in body["files"].items():
-            manifest.add(_record_of(name, values, manifest.chunk_bytes), _items_of(values["items"]))
+            manifest.add(_record_of(name, values, manifest.chunk_bytes))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             "the checkpoint's manifest is damaged",
@@ -154,16 +169,6 @@ def _record_of(name: Any, values: Any, chunk_bytes: int) -> FileRecord:
     if type(values["stamp"]) is not str:
         raise TypeError(f"the stamp of {name!r}")
     return FileRecord(name, size_bytes, values["stamp"], digests)
-
-
-def _items_of(values: Any) -> list[Item]:
-    items = []
-    for key, offset, length, at in values:
-        if type(key) is not str:
-            raise TypeError("a key that is no string")
-        place = None if at is None else tuple(_number(n) for n in at)
-        items.append(Item(key, _number(offset), _number(length), place))
-    return items
 
 
 def _number(value: Any, most: int = 1 << 62) -> int:
@@ -222,33 +227,38 @@ class Verification:
         return not self.problems
 
 
-def check_entry(directory: str | os.PathLike[str], entry: Entry) -> list[Problem]:
+def check_file(directory: str | os.PathLike[str], record: FileRecord) -> list[Problem]:
     """Cheap check of one file: there, of its size, and the very file that was written."""
-    record = entry.record
     path = Path(directory) / record.name
+
+    def problem(what: str, start: int = 0, end: int = 0) -> list[Problem]:
+        keys = keys_in(directory, record.name, start, end or record.size_bytes)
+        return [Problem(record.name, what, start, end, keys)]
+
     try:
         status = path.stat()
     except FileNotFoundError:
-        return [Problem(record.name, _MISSING, keys=_keys(entry.items))]
+        return problem(_MISSING)
     if not stat.S_ISREG(status.st_mode):
-        return [Problem(record.name, _NOT_PLAIN, keys=_keys(entry.items))]
+        return problem(_NOT_PLAIN)
     size = status.st_size
     if size != record.size_bytes:
-        cut = entry.items_in(min(size, record.size_bytes), max(size, record.size_bytes))
         what = f"the file has {size} bytes, {record.size_bytes} were written"
-        return [Problem(record.name, what, min(size, record.size_bytes), size + 1, _keys(cut))]
+        ends = sorted((size, record.size_bytes))
+        return [
+            Problem(record.name, what, ends[0], size + 1, keys_in(directory, record.name, *ends))
+        ]
     if record.stamp and (stamp := read_stamp(path)) != record.stamp:
-        what = (
+        return problem(
             "another file under this name, or of another save:"
             f" its stamp is {stamp or 'missing'}, {record.stamp} was written"
         )
-        return [Problem(record.name, what, keys=_keys(entry.items))]
     return []
 
 
-def verify_entries(
+def verify_files(
     directory: str | os.PathLike[str],
-    entries: Sequence[Entry],
+    records: Sequence[FileRecord],
     chunk_bytes: int = CHUNK_BYTES,
     part: int = 0,
     parts: int = 1,
@@ -260,15 +270,15 @@ def verify_entries(
             `part`: the ranks of a job share the work evenly, whatever the files' sizes.
     """
     problems: list[Problem] = []
-    wanted: list[tuple[Entry, int]] = []
+    wanted: list[tuple[FileRecord, int]] = []
     counted = 0
-    for number, entry in enumerate(entries):
-        found = check_entry(directory, entry)
+    for number, record in enumerate(records):
+        found = check_file(directory, record)
         if number % parts == part:
             problems += found
-        chunks = len(entry.record.chunk_digests) // 8
+        chunks = len(record.chunk_digests) // 8
         if not any(p.what in (_MISSING, _NOT_PLAIN) for p in found):
-            wanted += [(entry, at) for at in range(chunks) if (counted + at) % parts == part]
+            wanted += [(record, at) for at in range(chunks) if (counted + at) % parts == part]
         counted += chunks
     with ThreadPoolExecutor(default_threads(), thread_name_prefix="vime_optim verify") as pool:
         step = functools.partial(_verify_chunk, Path(directory), chunk_bytes)
@@ -276,15 +286,16 @@ def verify_entries(
     return problems
 
 
-def _verify_chunk(directory: Path, chunk_bytes: int, wanted: tuple[Entry, int]) -> Problem | None:
-    entry, number = wanted
-    record = entry.record
+def _verify_chunk(
+    directory: Path, chunk_bytes: int, wanted: tuple[FileRecord, int]
+) -> Problem | None:
+    record, number = wanted
     start = number * chunk_bytes
     end = min(start + chunk_bytes, record.size_bytes)
     if digest_of(directory / record.name, start, end) == record.chunk_digests[8 * number :][:8]:
         return None
     what = "the bytes are not those that were written (digest differs)"
-    return Problem(record.name, what, start, end, _keys(entry.items_in(start, end)))
+    return Problem(record.name, what, start, end, keys_in(directory, record.name, start, end))
 
 
 _LEAST_CHUNK_BYTES = 1 << 16  # a lying manifest must not make many small reads of large ones
@@ -295,21 +306,16 @@ def checks_of(directory: str | os.PathLike[str], manifest: Manifest) -> dict[str
     if manifest.chunk_bytes < _LEAST_CHUNK_BYTES:
         return {}
 
-    def name_keys(entry: Entry, start: int, end: int) -> str:
-        return _holding(_keys(entry.items_in(start, end)))
+    def name_keys(name: str, start: int, end: int) -> str:
+        return _holding(keys_in(directory, name, start, end))
 
     checks = {}
-    for name, entry in sorted(manifest.entries.items()):
+    for name, record in sorted(manifest.records.items()):
         path = os.path.abspath(os.path.join(directory, name))
-        record = entry.record
         digests = record.chunk_digests
-        named = functools.partial(name_keys, entry)
+        named = functools.partial(name_keys, name)
         checks[path] = FileCheck(path, record.size_bytes, manifest.chunk_bytes, digests, named)
     return checks
-
-
-def _keys(items: Iterable[Item]) -> tuple[str, ...]:
-    return tuple(str(item) for item in items)
 
 
 def verify_directory(
@@ -338,20 +344,20 @@ def verify_directory(
         return Verification(str(directory), False, (), 0, 0, tuple(sorted(names)))
     problems: list[Problem] = []
     bytes_read = 0
-    for entry in manifest.entries.values():
+    for record in manifest.records.values():
         if deep:
-            problems += verify_entries(directory, [entry], manifest.chunk_bytes)
-            bytes_read += entry.record.size_bytes
+            problems += verify_files(directory, [record], manifest.chunk_bytes)
+            bytes_read += record.size_bytes
         else:
-            problems += check_entry(directory, entry)
+            problems += check_file(directory, record)
         if progress is not None:
-            progress(entry.record.size_bytes)
-    uncovered = names - manifest.entries.keys() - {MANIFEST_NAME}
+            progress(record.size_bytes)
+    uncovered = names - manifest.records.keys() - {MANIFEST_NAME}
     return Verification(
         str(directory),
         True,
         tuple(problems),
-        len(manifest.entries),
+        len(manifest.records),
         bytes_read,
         tuple(sorted(uncovered)),
     )

@@ -232,8 +232,10 @@ def _wrap_finalize(original: Any, hit: Hit) -> Any:
     def save_state_dict_async_finalize(
         storage_writer: Any, global_metadata: Any, dist_wrapper: Any
     ) -> None:
+        from vime_optim.planning.results import pack_results
+
         hit()
-        sessions.finalize(original, storage_writer, global_metadata, dist_wrapper)
+        sessions.finalize(original, storage_writer, global_metadata, dist_wrapper, pack_results)
 
     return save_state_dict_async_finalize
 

@@ -89,22 +89,26 @@ def _wrap_finish(original: Any, hit: Hit) -> Any:
     def finish(self: Any, metadata: Any, results: Any) -> None:
         from vime_optim.commit import sessions
         from vime_optim.files.manifest import MANIFEST_MARK
+        from vime_optim.planning.metadata_file import write_metadata
 
         plain = _writes_plain_files(self)
         session = sessions.session_of(self.checkpoint_dir) if plain else None
         if session is not None:
             session.take_away_marks()  # of a save that ended here since this one began
-        recorded = plain and sessions.is_recorded(results)
-        if recorded:
+        records = sessions.records_of(results) if plain else None
+        if records is not None:
             setattr(metadata, MANIFEST_MARK, True)
         else:
             vars(metadata).pop(MANIFEST_MARK, None)  # metadata may be that of an earlier save
-        original(self, metadata, results)
+        if records is not None:
+            write_metadata(original, self, metadata, results)
+        else:
+            original(self, metadata, results)
         if session is not None:
             session.written.add(".metadata")
-        if recorded and (session is None or session.error is None):
+        if records is not None and (session is None or session.error is None):
             hit()
-            sessions.write_manifest(str(self.checkpoint_dir), results)
+            sessions.write_manifest(str(self.checkpoint_dir), records)
 
     return finish
 

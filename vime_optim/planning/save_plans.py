@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
+from vime_optim.files.cover import Ints
 from vime_optim.planning.packed import Boxes, boxes_of
 
 _NONE = -1
@@ -84,7 +86,7 @@ def _entries(plan: Any) -> Iterator[Any]:
 
 
 def _items(columns: Boxes) -> Iterator[WriteItem]:
-    chunks = {axes: iter(chunks_of(columns, axes)) for axes in columns.lo}
+    chunks = {axes: iter(LazyChunks(lo, columns.size[axes])) for axes, lo in columns.lo.items()}
     properties = [None if kind is None else properties_of(kind) for kind in columns.kinds]
     sizes = [None if shape is None else torch.Size(shape) for shape in columns.shapes]
     for number, hint in zip(columns.key_of.tolist(), columns.hints.tolist(), strict=True):
@@ -99,13 +101,39 @@ def _items(columns: Boxes) -> Iterator[WriteItem]:
         yield WriteItem(place, WriteItemType.SHARD, tensor_data=data)
 
 
-def chunks_of(columns: Boxes, axes: int) -> list[ChunkStorageMetadata]:
-    """torch's objects for all chunks of so many axes, in order."""
-    size, offsets, sizes = torch.Size, columns.lo[axes].tolist(), columns.size[axes].tolist()
-    return [
-        ChunkStorageMetadata(size(offset), size(length))
-        for offset, length in zip(offsets, sizes, strict=True)
-    ]
+class LazyChunks(Sequence[ChunkStorageMetadata]):
+    """Chunks of one tensor as columns; torch's objects are made when they are asked for.
+
+    Attributes:
+        lo, size: int64 [chunks, axes].
+    """
+
+    def __init__(self, lo: Ints, size: Ints) -> None:
+        self.lo = lo
+        self.size = size
+
+    def __len__(self) -> int:
+        return len(self.lo)
+
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, slice):
+            return list(LazyChunks(self.lo[at], self.size[at]))
+        return next(iter(LazyChunks(self.lo[at][None], self.size[at][None])))
+
+    def __iter__(self) -> Iterator[ChunkStorageMetadata]:
+        size = torch.Size
+        for offset, length in zip(self.lo.tolist(), self.size.tolist(), strict=True):
+            yield ChunkStorageMetadata(size(offset), size(length))
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, LazyChunks):
+            return bool(np.array_equal(self.lo, other.lo) and np.array_equal(self.size, other.size))
+        return list(self) == other
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> Any:
+        return list, (list(self),)
 
 
 def _kind_of(properties: Any) -> tuple[Any, ...]:

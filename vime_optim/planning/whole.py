@@ -22,7 +22,7 @@ from vime_optim.files.cover import Ints
 from vime_optim.planning.global_check import Chunks, PlanVerdict, check_chunks, describe_pair
 from vime_optim.planning.overlap import as_array
 from vime_optim.planning.packed import Boxes
-from vime_optim.planning.save_plans import PackedPlan, chunks_of, properties_of
+from vime_optim.planning.save_plans import LazyChunks, PackedPlan, properties_of
 
 
 @dataclass
@@ -145,13 +145,13 @@ def _repeats(chunks: Chunks, verdict: PlanVerdict) -> bool:
 
 
 def _describe(chunks: Chunks, keys: _Keys, metadata: dict[str, Any]) -> None:
-    table = {chunks.lo.shape[1]: chunks.lo}, {chunks.lo.shape[1]: chunks.size}
-    empty = np.zeros(0, dtype=np.int64)
-    made = chunks_of(Boxes((), (), (), empty, empty, *table), chunks.lo.shape[1])
+    kinds: dict[Any, Any] = {}
     for index, name in enumerate(chunks.keys):
         number = keys.numbers[name]
+        kind = keys.kinds[number]
+        its = slice(int(chunks.first[index]), int(chunks.first[index + 1]))
         metadata[name] = TensorStorageMetadata(
-            properties_of(keys.kinds[number]),
+            kinds.setdefault(kind, properties_of(kind)),
             torch.Size(keys.shapes[number] or ()),
-            made[int(chunks.first[index]) : int(chunks.first[index + 1])],
+            LazyChunks(chunks.lo[its], chunks.size[its]),  # type: ignore[arg-type]
         )

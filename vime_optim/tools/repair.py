@@ -24,7 +24,7 @@ from vime_optim.files.manifest import (
     MANIFEST_MARK,
     MANIFEST_NAME,
     Manifest,
-    check_entry,
+    check_file,
     read_manifest,
 )
 from vime_optim.files.plain import write_new
@@ -248,18 +248,18 @@ def _write_manifest(old: Manifest, folder: Path, plan: RepairPlan) -> None:
     """
     made = Manifest(chunk_bytes=old.chunk_bytes)
     for name, how in plan.files.items():
-        entry = old.entries.get(name)
-        if how == "new" or entry is None:
+        record = old.records.get(name)
+        if how == "new" or record is None:
             made.add(digest_file(folder / name, name, made.chunk_bytes))
             continue
-        for problem in check_entry(folder, entry):
+        for problem in check_file(folder, record):
             raise CheckpointError(
                 "A file is not the one that was saved.",
                 where=f"{plan.source}: {problem.file}",
                 got=problem.what,
                 next_step="Copy it again; `vime-optim check` names every such file.",
             )
-        made.entries[name] = entry
+        made.add(record)
     made.write(folder)
     plan.files[MANIFEST_NAME] = "new"
 
