@@ -77,7 +77,7 @@ def test_a_second_install_asks_for_nothing_or_the_same() -> None:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [(None, "read"), ("read", "read"), ("all", "all"), ("1", "all"), ("off", "off"), ("0", "off")],
+    [(None, "off"), ("read", "read"), ("all", "all"), ("1", "all"), ("off", "off"), ("0", "off")],
 )
 def test_verify_was_a_flag(text: str | None, value: str) -> None:
     environ = {} if text is None else {"VIME_OPTIM_VERIFY": text}
