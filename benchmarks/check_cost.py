@@ -22,9 +22,10 @@ from pathlib import Path
 import torch
 
 from vime_optim.files.fastfile import write_file
+from vime_optim.files.filling import Source
 from vime_optim.files.items import FileWindow, read_layout
 from vime_optim.files.manifest import Manifest, checks_of, read_manifest, verify_entries
-from vime_optim.files.reading import BoxReader, Source, default_threads
+from vime_optim.files.reading import BoxReader, default_threads
 
 _FILES = 8
 _TENSOR_BYTES = 64 << 20

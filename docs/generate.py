@@ -93,12 +93,14 @@ def fault_index() -> str:
     lines += [
         "## Where each is mended",
         "",
+        "The test of `NAME.py` is `tests/fixes/test_NAME.py`.",
+        "",
         "| id | `vime_optim/fixes/` | patch |",
         "|---|---|---|",
     ]
     for fault in faults():
         modules = ", ".join(f"`{fix.replace('-', '_')}.py`" for fix in fault["fixes"])
-        lines.append(f"| {fault['id']} | {modules} | {fault.get('patch', '')} |")
+        lines.append(f"| {fault['id']} | {modules or 'documented only'} | {fault.get('patch', '')} |")
     return "\n".join([*lines, ""])
 
 

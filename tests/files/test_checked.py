@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from vime_optim.errors import CheckpointError
-from vime_optim.files import checked, reading, settle
+from vime_optim.files import checked, filling, reading, settle
 from vime_optim.files.checked import FileCheck
 from vime_optim.files.fastfile import digest_file
-from vime_optim.files.reading import BoxReader, Source
+from vime_optim.files.filling import Source
+from vime_optim.files.reading import BoxReader
 from vime_optim.reshard.coded import CodedShard, Read, load_shards
 
 CHUNK_BYTES = 1 << 12
@@ -115,9 +116,9 @@ def test_whole_chunks_are_read_once(path: Path, monkeypatch: pytest.MonkeyPatch)
     assert check.right == set(range(check.chunks))
     settle.compare_rest([check])
     reads: list[int] = []
-    real = reading._read
+    real = filling._read
     monkeypatch.setattr(
-        reading, "_read", lambda d, w, at, out: (reads.append(len(out)), real(d, w, at, out))[1]
+        filling, "_read", lambda d, w, at, out: (reads.append(len(out)), real(d, w, at, out))[1]
     )
     read(check, ranges)
     assert sum(reads) == sum(end - start for start, end in ranges)
@@ -204,14 +205,14 @@ def test_ours_is_asked_by_path(path: Path) -> None:
 def test_parts_are_digested_in_order(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the thread with the first part of a chunk is the slower one."""
     first = threading.Event()
-    real = reading._read
+    real = filling._read
 
     def late(descriptor: int, what: Any, at: int, out: memoryview) -> None:
         real(descriptor, what, at, out)
         if at == 0:
             first.wait(0.2)
 
-    monkeypatch.setattr(reading, "_read", late)
+    monkeypatch.setattr(filling, "_read", late)
     check = check_of(path)
     read(check, [(0, 1000), (1000, 2000), (2000, CHUNK_BYTES)])
     assert check.right == {0}

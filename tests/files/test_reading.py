@@ -21,9 +21,10 @@ from tests.memory import counted
 from vime_optim.commit import loading
 from vime_optim.counters import counters
 from vime_optim.errors import CheckpointError, OptimizerStateError
-from vime_optim.files import frames, reading
+from vime_optim.files import filling, frames, reading
 from vime_optim.files.fastfile import write_file
-from vime_optim.files.reading import BoxReader, Source
+from vime_optim.files.filling import Source
+from vime_optim.files.reading import BoxReader
 from vime_optim.reshard import storage
 from vime_optim.reshard.coded import CodedShard, Read, load_shards
 from vime_optim.tools.bits import same_bits
@@ -77,8 +78,8 @@ def test_a_box_is_the_slice_of_its_chunk(
     piece_bytes, gap_bytes, span_bytes = small
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reading, "PIECE_BYTES", piece_bytes)
-        patch.setattr(reading, "_GAP_BYTES", gap_bytes)
-        patch.setattr(reading, "_SPAN_BYTES", span_bytes)
+        patch.setattr(filling, "_GAP_BYTES", gap_bytes)
+        patch.setattr(filling, "_SPAN_BYTES", span_bytes)
         done = []
         with BoxReader(0, threads=2) as reader:
             reader._slot_bytes = min(piece_bytes, reader._slot_bytes)

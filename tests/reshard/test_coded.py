@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from vime_optim.errors import PlanError
-from vime_optim.files.reading import Source
+from vime_optim.files.filling import Source
 from vime_optim.reshard.coded import CodedShard, Read, load_shards, shard_of, with_memory
 
 CPU = torch.device("cpu")

@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-import numpy as np
 import torch
 
-from vime_optim.errors import CheckpointError
 from vime_optim.files.checked import ChunkLinks, FileCheck, Link
 from vime_optim.files.cores import own_cores
-from vime_optim.files.geometry import Box, Comb, combs, row_major, tiles, whole
+from vime_optim.files.filling import Source, fill, fill_digesting, fill_rest
+from vime_optim.files.geometry import Box, row_major, tiles, whole
 from vime_optim.files.plain import require_plain, unreadable
 
 PIECE_BYTES = 8 << 20
@@ -35,67 +34,6 @@ _STAGING_SHARE = 64  # and at most this part of all that is to be read
 _MIN_STAGING_BYTES = 1 << 20
 _MAX_THREADS = 16
 _MAX_FILES = 64
-
-# Short runs of elements with short gaps in between are read in one go, gaps included: a call costs
-# as much as reading some more, and file systems read whole pages anyway.
-_GAP_BYTES = 16 << 10
-_RUN_BYTES = 64 << 10
-_SPAN_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A box of a chunk in a file.
-
-    Attributes:
-        path: the file.
-        key: the checkpoint key, for errors.
-        dtype: as stored.
-        start_bytes: where the chunk's first element lies in the file.
-        shape: the chunk's shape.
-        offset: the box's first index in the chunk, along each axis.
-        size: the box's length along each axis.
-        check: the digests of the file, where it has any that are to be compared.
-        archive: the first byte of what the chunk is stored as, and the one after its last.
-    """
-
-    path: str
-    key: str
-    dtype: torch.dtype
-    start_bytes: int
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    size: tuple[int, ...]
-    check: FileCheck | None = None
-    archive: tuple[int, int] = (0, 0)
-
-    @property
-    def where(self) -> str:
-        return f"{self.path}: {self.key}"
-
-    @property
-    def numel(self) -> int:
-        return prod(self.size)
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
-    @property
-    def box(self) -> Box:
-        return Box(self.offset, self.size)
-
-    def span(self, box: Box) -> tuple[int, int]:
-        """The bytes of the file from the first to the last element of a box of the chunk."""
-        strides = row_major(self.shape)
-        first = sum(o * step for o, step in zip(box.offset, strides, strict=True))
-        last = first + sum((n - 1) * step for n, step in zip(box.size, strides, strict=True))
-        itemsize = self.dtype.itemsize
-        return self.start_bytes + first * itemsize, self.start_bytes + (last + 1) * itemsize
-
-    def is_one_run(self, box: Box) -> bool:
-        start, end = self.span(box)
-        return end - start == box.numel * self.dtype.itemsize
 
 
 @dataclass(slots=True)
@@ -206,7 +144,7 @@ class BoxReader:
             wanted = box.moved(source.offset)
             link = self._link(descriptor, source, wanted)
             words = (descriptor, source, strides, wanted, _bytes_of(memory))
-            self._submit(entry, link, *((_fill_digesting, link) if link else (fill,)), *words)
+            self._submit(entry, link, *((fill_digesting, link) if link else (fill,)), *words)
         self._entries.append(_Entry(None, done=done))
 
     def _has_many(self, check: FileCheck) -> bool:
@@ -235,7 +173,7 @@ class BoxReader:
     def _end_chunk(self) -> None:
         link = self._chunks.rest()
         if link is not None:
-            self._submit(_Entry(None), link, _fill_rest, link)
+            self._submit(_Entry(None), link, fill_rest, link)
 
     def drain(self) -> None:
         """Wait for everything that was started."""
@@ -335,96 +273,3 @@ def _pieces(source: Source, limit_elem: int) -> Iterator[Box]:
         count = min(limit_elem, room, source.size[0] - done)
         yield Box((done,), (count,))
         done += count
-
-
-def fill(
-    descriptor: int, source: Source, strides: Sequence[int], box: Box, out: memoryview
-) -> None:
-    """Read a box of the source's chunk, of these strides, into `out`, contiguous.
-
-    Any thread may call it: it only reads. `out` has the box's size in bytes.
-
-    Raises:
-        CheckpointError: the file cannot be read, or ends early.
-    """
-    itemsize = source.dtype.itemsize
-    done = 0
-    for comb in combs(strides, box):
-        nbytes = comb.numel * itemsize
-        _read_comb(descriptor, source, comb, out[done : done + nbytes])
-        done += nbytes
-
-
-def _fill_digesting(
-    link: Link,
-    descriptor: int,
-    source: Source,
-    strides: Sequence[int],
-    box: Box,
-    out: memoryview,
-) -> None:
-    """Read at once, then digest after the parts before it, each by one call: with 16 threads a turn
-    of the interpreter's lock costs more than a processor's cache saves."""
-    at, _ = source.span(box)
-    _read(descriptor, source, at, out)
-    link.begin(_gap(link))
-    link.digest(out)
-    link.end()
-
-
-def _fill_rest(link: Link) -> None:
-    """Read what is missing of a chunk for its digest alone; runs in a thread."""
-    link.begin(_gap(link))
-    link.end()
-
-
-def _gap(link: Link) -> memoryview:
-    gap = memoryview(bytearray(link.gap_bytes))
-    if gap:
-        _read(link.chunk.descriptor, link.chunk.check, link.start, gap)
-    return gap
-
-
-def _read_comb(descriptor: int, source: Source, comb: Comb, out: memoryview) -> None:
-    itemsize = source.dtype.itemsize
-    at = source.start_bytes + comb.start * itemsize
-    run, step = comb.run * itemsize, comb.step * itemsize
-    if comb.count == 1 or step == run:
-        _read(descriptor, source, at, out)
-    elif run >= _RUN_BYTES or step - run > _GAP_BYTES:
-        for number in range(comb.count):
-            _read(descriptor, source, at + number * step, out[number * run : (number + 1) * run])
-    else:
-        rows = max(1, _SPAN_BYTES // step)
-        target = np.frombuffer(out, dtype=np.uint8).reshape(comb.count, run)
-        span = np.empty(rows * step, dtype=np.uint8)
-        for first in range(0, comb.count, rows):
-            count = min(rows, comb.count - first)
-            used = span[: (count - 1) * step + run]  # the last gap may reach out of the chunk
-            _read(descriptor, source, at + first * step, used.data)
-            target[first : first + count] = np.lib.stride_tricks.as_strided(
-                span, (count, run), (step, 1), writeable=False
-            )
-
-
-def _read(descriptor: int, what: Source | FileCheck, at: int, out: memoryview) -> None:
-    done = 0
-    while done < len(out):
-        try:
-            count = os.preadv(descriptor, [out[done:]], at + done)
-        except OSError as error:
-            raise unreadable(what.where, error) from error
-        if count <= 0:
-            raise ends_early(what.where, at + done, at + len(out))
-        done += count
-
-
-def ends_early(where: str, size_bytes: int, needed_bytes: int) -> CheckpointError:
-    """The error for a file that is shorter than the tensor in it needs."""
-    return CheckpointError(
-        "a file of the checkpoint ends before its tensor does",
-        where=where,
-        got=f"{size_bytes} bytes",
-        expected=f"at least {needed_bytes} bytes",
-        next_step="copy the file again from its source, or load another checkpoint",
-    )

@@ -20,8 +20,9 @@ import numpy as np
 import torch
 
 from vime_optim.errors import PlanError
+from vime_optim.files.filling import Source
 from vime_optim.files.geometry import combs, whole
-from vime_optim.files.reading import BoxReader, Source
+from vime_optim.files.reading import BoxReader
 from vime_optim.files.settle import compare_rest
 
 _DEFERS = "_vime_optim_defers"

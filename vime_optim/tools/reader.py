@@ -19,10 +19,10 @@ import numpy as np
 
 from vime_optim.errors import CheckpointError
 from vime_optim.files.dcp_metadata import Chunk, Index, Location, TensorEntry, parse_metadata
+from vime_optim.files.filling import Source, fill
 from vime_optim.files.geometry import Box, row_major
 from vime_optim.files.items import FileWindow, ItemLayout, carrier_dtype, read_layout
 from vime_optim.files.plain import too_large
-from vime_optim.files.reading import Source, fill
 from vime_optim.files.safe_load import load_common
 from vime_optim.tools.place import checkpoint_directory, describe, refuse_plain_dcp
 
