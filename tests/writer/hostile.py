@@ -275,7 +275,6 @@ def changes() -> dict[str, Change]:
         "chunks of no bytes": _manifest(lambda body: body.update(chunk_bytes=0)),
         "manifest of 2**70 bytes": _entry("size_bytes", 1 << 70),
         "manifest of negative bytes": _entry("size_bytes", -1),
-        "manifest without items": _entry("items", None),
         "manifest of odd digests": _entry("chunks", "00"),
         "deep manifest": lambda f: (f / MANIFEST_NAME).write_text(DEEP_JSON) and None,
         "deep metadata.json": lambda f: (f / "metadata.json").write_text(DEEP_JSON) and None,
@@ -303,10 +302,11 @@ def changes() -> dict[str, Change]:
         ("size_bytes", None),
         ("chunks", None),
         ("chunks", "zz"),
-        ("items", 5),
-        ("items", [[1, 2, 3, 4]]),
-        ("items", [["key", -1, 2, None]]),
-        ("items", [["key", 0, 2, "x"]]),
+        ("stamp", {}),
+        ("stamp", 1.5),
+        ("size_bytes", {}),
+        ("size_bytes", float("nan")),
+        ("chunks", 7),
     ):
         found[f"manifest of a file whose {name} is {value!r}"] = _entry(name, value)
     for digit in "0f":
