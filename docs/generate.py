@@ -65,6 +65,8 @@ def fault_page(fault: dict[str, Any]) -> str:
             " are above 0. `vime-optim verify` saves, loads and compares with your megatron-core.",
             "",
         ]
+    if fixes:
+        lines += [f"**In the code.** {_code(fault)}", ""]
     if "patch" in fault:
         lines += [
             f"**As a patch.** `{fault['patch']}.patch`, see [Patches](../patches.md).",
@@ -73,6 +75,13 @@ def fault_page(fault: dict[str, Any]) -> str:
     if fault["refs"]:
         lines += [f"**Public reports.** {fault['refs']}.", ""]
     return "\n".join(lines)
+
+
+def _code(fault: dict[str, Any]) -> str:
+    files = [f"`vime_optim/fixes/{fix.replace('-', '_')}.py`" for fix in fault["fixes"]]
+    below = [f"`vime_optim/{module}.py`" for module in fault.get("below", ())]
+    called = f"; the work is done in {' and '.join(below)}" if below else ""
+    return f"{', '.join(files)}{called}."
 
 
 def fault_index() -> str:
@@ -93,14 +102,17 @@ def fault_index() -> str:
     lines += [
         "## Where each is mended",
         "",
-        "The test of `NAME.py` is `tests/fixes/test_NAME.py`.",
+        "The head of `NAME.py` says what it changes and why. Its test: `tests/fixes/test_NAME.py`.",
+        "Where a fault's page says that the work is done elsewhere, begin there.",
         "",
         "| id | `vime_optim/fixes/` | patch |",
         "|---|---|---|",
     ]
     for fault in faults():
         modules = ", ".join(f"`{fix.replace('-', '_')}.py`" for fix in fault["fixes"])
-        lines.append(f"| {fault['id']} | {modules or 'documented only'} | {fault.get('patch', '')} |")
+        lines.append(
+            f"| {fault['id']} | {modules or 'documented only'} | {fault.get('patch', '')} |"
+        )
     return "\n".join([*lines, ""])
 
 

@@ -252,5 +252,9 @@ def test_check_reads_a_directory(checkpoint: Path, capsys: pytest.CaptureFixture
     path.write_bytes(path.read_bytes()[:-1])
     assert main(["check", "--quick", str(checkpoint)]) == 1
     assert "__0_1.distcp" in capsys.readouterr().out
+    (checkpoint.parent / "latest_checkpointed_iteration.txt").write_text("1")
+    assert main(["check", "--quick", str(checkpoint.parent)]) == 1
     (checkpoint / MANIFEST_NAME).unlink()
     assert main(["check", str(checkpoint)]) == 2
+    assert main(["check", str(checkpoint / "nothing")]) == 2
+    assert "There is nothing at this path" in capsys.readouterr().err

@@ -159,6 +159,8 @@ def test_faults_name_fixes_and_patches_that_exist() -> None:
     assert [f["id"] for f in named] == [f"F{n}" for n in range(1, len(named) + 1)]
     for fault in named:
         assert set(fault["fixes"]) <= known, fault["id"]
+        for module in fault.get("below", ()):
+            assert (ROOT / "vime_optim" / f"{module}.py").is_file(), f"{fault['id']}: {module}"
         if "patch" in fault:
             files = list((ROOT / "patches").glob(f"*/{fault['patch']}.patch"))
             assert files, fault["patch"]

@@ -3,7 +3,7 @@
 Symptom: after a resume the maximum learning rate of one group is that of another (F24).
 Cause: up to 0.18 groups are looked up by four multipliers and flags; of those that agree there, the
 last wins.
-Changes: the saved groups are matched by backends/matching; parameters stay as they were given.
+Changes: the saved groups are matched by optimizer/matching; parameters stay as they were given.
 Leaves alone: DistributedOptimizer, whose load_state_dict the `step` fix wraps.
 Remove when: param_group_identifier_keys holds every key of a group.
 """

@@ -36,7 +36,10 @@ def add_arguments(subparsers: Any) -> None:
     inspect.add_argument("--tree", action="store_true", help="list every tensor")
 
     check = _command(subparsers, "check", "compare every byte with what was written")
-    check.add_argument("directory", help="iter_XXXXXXX directory that vime_optim saved")
+    check.add_argument(
+        "directory",
+        help="iter_XXXXXXX directory that vime_optim saved, or the folder of its latest",
+    )
     check.add_argument("--quick", action="store_true", help="sizes and stamps alone")
 
     diff = _command(subparsers, "diff", "compare two checkpoints bit by bit, by name")
@@ -131,10 +134,12 @@ def _run_inspect(args: argparse.Namespace) -> tuple[int, Any, list[str]]:
 
 def _run_check(args: argparse.Namespace) -> tuple[int, Any, list[str]]:
     from vime_optim.files.manifest import require_manifest, verify_directory
+    from vime_optim.tools.place import checkpoint_directory
     from vime_optim.tools.render import check_lines
 
-    require_manifest(args.directory)
-    outcome = verify_directory(args.directory, deep=not args.quick)
+    directory = checkpoint_directory(args.directory)
+    require_manifest(directory)
+    outcome = verify_directory(directory, deep=not args.quick)
     return (0 if outcome.ok else 1), dataclasses.asdict(outcome), check_lines(outcome)
 
 

@@ -29,7 +29,7 @@ _SHARD_FILE = re.compile(r"__(\d+)_(?:[0-9a-f]{8}_)?\d+\.distcp")
 
 @dataclass
 class Finding:
-    """Something wrong or worth knowing. `id` is a fault of docs/faults.md, or a plain word."""
+    """Something wrong or worth knowing. `id` is a fault of docs/faults.yml, or a plain word."""
 
     id: str
     severity: str
