@@ -4,9 +4,10 @@
 and checks for conflicts; only then does it change anything, and all of it. Modules that are not
 imported yet are handled the same way, one module at a time, when their import ends.
 
-A fix is in force as a whole or not at all. With one target that is not understood none of its
-targets is patched; where that target's module is imported later than others, those are given back
-then. A fix that requires one that is off is off, too. Rank 0 says so once.
+A fix is in force as a whole or not at all. If one of its targets is not understood, none is
+patched. If the module of that target is imported late, the fix's other targets may be patched by
+then; they get their originals back. A fix that requires one that is off is off, too. Rank 0 says
+so once.
 """
 
 from __future__ import annotations
@@ -29,12 +30,16 @@ from vime_optim.workarounds import MODULES as WORKAROUND_MODULES
 from vime_optim.workarounds import known_as
 
 Unit = tuple[str, str]
-"""What is on or off as a whole: the id of a fix, and the package of its targets (see Target)."""
+"""What is on or off as a whole: the id of a fix, and `Target.package` of the targets meant."""
 
 
 @dataclass(eq=False)
 class TargetState:
-    """A target, what was found at it (`raw`, an attribute of `owner`), and the patches for it."""
+    """A target, what was found there, and the patches made for it.
+
+    Attributes:
+        owner, attribute, raw: `raw` is `vars(owner)[attribute]` or what a base class has for it.
+    """
 
     fix: Fix
     target: Target
@@ -71,14 +76,14 @@ class Installation:
         self.hits: dict[str, int] = {fix.id: 0 for fix in fixes}
         by_height = sorted(fixes, key=lambda fix: self._height(fix.id))
         self.states = [TargetState(fix, target) for fix in by_height for target in fix.targets]
-        """In the order in which wrappers of one attribute are laid over one another."""
+        """In the order in which wrappers are laid over one another, innermost first."""
         self.active = False
         self.odd: dict[Unit, str] = {}
         """Units with a target that is not understood, with the reason."""
         self._set_pending()
 
     def _height(self, fix: str) -> int:
-        """Over those of how many fixes, at most, a fix's wrappers come."""
+        """How long the longest chain of `after` from a fix is; higher ones lie further out."""
         below = [self._height(other) for other in self.fixes[fix].after if other in self.fixes]
         return 1 + max(below, default=0)
 
@@ -112,6 +117,8 @@ class Installation:
         )
 
     def _apply_states(self, states: Sequence[TargetState]) -> None:
+        """Patch what is needed of these targets, and take back what may not stay. All checks come
+        first: when one raises, nothing has changed."""
         found = {state: state.look() for state in states}
         if self.strict:
             _raise_not_understood(found)
@@ -129,7 +136,7 @@ class Installation:
         self._withhold(odd)
 
     def _why_off(self, unit: Unit, odd: dict[Unit, str]) -> str | None:
-        """Why a unit is off whatever its other targets are, None when it is not."""
+        """Why a unit must be off (not understood, or it requires what is off), else None."""
         fix, package = unit
         reason = odd.get(unit) or odd.get((fix, ""))
         if reason is not None:
@@ -151,7 +158,7 @@ class Installation:
             for state in self.states:
                 if state.unit == (fix, package) and state.diagnosis.verdict is Verdict.NEEDED:
                     state.diagnosis = Diagnosis(Verdict.WITHHELD, f"with its fix, which {reason}")
-            told = package and self._why_off((fix, ""), odd)
+            told = package and self._why_off((fix, ""), odd)  # the whole fix is off, and said so
             if not told and not self._why_off((fix, package), before):
                 _say_off(self.fixes[fix], package, reason)
 
@@ -165,7 +172,7 @@ class Installation:
             raise
 
     def _wrap(self, states: Sequence[TargetState]) -> None:
-        """Lay the wrappers of one attribute over it."""
+        """Lay the wrappers of one attribute over it. Targets with the same `Tell` share one."""
         layers: dict[Any, list[TargetState]] = {}
         for state in states:
             told = isinstance(state.target.wrap, str)
@@ -178,14 +185,14 @@ class Installation:
                 state.patches = patches
 
     def _withdraw(self, stale: Sequence[TargetState]) -> None:
-        """Give back what earlier rounds patched for these; other fixes stay in force."""
+        """Take back what earlier calls patched for these; other fixes stay in force."""
         for states in _by_place([state for state in self.states if state.patches]):
             if any(state in stale for state in states):
                 _undo(states)
                 self._wrap([state for state in states if state not in stale])
 
     def _check_withdrawable(self, stale: Sequence[TargetState]) -> None:
-        """Patches of a fix that goes off must still be on top, or below others of ours."""
+        """Raise where somebody else's patch lies over one that must be taken back."""
         paths = {patch.path for patch in _patches_of(stale)}
         for path, what in self.laid_over().items():
             if path in paths:
@@ -252,11 +259,12 @@ class Installation:
 
 
 def _patches_of(states: Iterable[TargetState]) -> list[Patch]:
-    """In the order in which they were laid, each once: a wrapper may be that of several fixes."""
+    """In the order in which they were laid, each once: several fixes may share a wrapper."""
     return list({id(patch): patch for state in states for patch in state.patches}.values())
 
 
 def _by_place(states: Iterable[TargetState]) -> Iterable[list[TargetState]]:
+    """Those of the same attribute together."""
     places: dict[tuple[int, str], list[TargetState]] = {}
     for state in states:
         places.setdefault((id(state.owner), state.attribute), []).append(state)

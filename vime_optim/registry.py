@@ -15,12 +15,15 @@ from vime_optim.errors import InstallError
 from vime_optim.probe import has_patch, missing_parameters
 
 Hit = Callable[[], None]
+"""Called where a fault would have struck; counts for status()."""
 Wrap = Callable[[Callable[..., Any], Hit], Callable[..., Any]]
+"""Makes a replacement from the original function and the counter of its fix."""
 On = Mapping[str, Hit]
 """Fixes in force that have a step in one function, by id."""
 Call = dict[str, Any]
 """Arguments of one call of such a function, by name; a step may change them."""
 Tell = Callable[[Callable[..., Any], On], Callable[..., Any]]
+"""Makes the one replacement of a function in which several fixes have steps: `tell_save`."""
 
 
 class Verdict(Enum):
@@ -87,8 +90,8 @@ class Target:
     Attributes:
         module, name: where it is; `name` is a path in the module ('Class.method' or 'function').
         wrap: gets the original function and a hit counter, and returns the replacement. Where
-            several fixes have a step in one function, all of them give the place of the one wrapper
-            that tells their order ('module:name', a `Tell`).
+            several fixes have a step in one function, each of them gives here the name of the same
+            `Tell`, as 'module:name'. It holds the order of their steps.
         diagnose: gets the module and the original function, and probes the code, never the version.
         optional: may be absent from some releases.
     """
@@ -101,7 +104,7 @@ class Target:
 
     @property
     def package(self) -> str:
-        """Of a module that a job may do without, else ''."""
+        """The package that the module is in, if a job may do without it; else '' (Megatron)."""
         package = self.module.partition(".")[0]
         return package if package in _OPTIONAL_PACKAGES else ""
 
@@ -113,8 +116,8 @@ class Target:
 class Fix:
     """A named change that ends one or more faults. In force whole or not at all.
 
-    One exception: targets in a package that a job may do without (nvidia-resiliency-ext) stand or
-    fall by themselves, and with those in Megatron.
+    One exception: targets in a package that a job may do without (nvidia-resiliency-ext) can be off
+    alone. When those in Megatron are off, they are off, too.
 
     Attributes:
         requires: fixes without which this one is off.

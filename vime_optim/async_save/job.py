@@ -36,9 +36,9 @@ from vime_optim.optimizer.update_order import Owner, UpdateOrder, tensors_in
 
 logger = logging.getLogger(__name__)
 
-_AHEAD_AFTER_S = 0.5  # a save that takes longer than this copies device memory ahead
-_SLOW_S = 1.0  # one that needs longer than this from now on is helped by copies of host memory
-_LOOK_S = 0.5  # how often a wait looks whether the writers still get on
+_AHEAD_AFTER_S = 0.5  # after so long a save begins to copy device memory before an update asks
+_SLOW_S = 1.0  # a save that needs longer than this from now on copies host memory, too
+_LOOK_S = 0.5  # a wait looks this often whether the writers make progress
 _UPDATED = (
     "a tensor was updated in place while its checkpoint was being written, by code that does not"
     " wait for the save; the checkpoint would be torn"
@@ -98,8 +98,8 @@ class SaveJob:
     # The training thread.
 
     def start(self, previous: SaveJob | None) -> None:
-        """Begin to write, after `previous` is over. What no optimizer is known to own is copied
-        before this returns: nobody could say when it changes."""
+        """Begin to write when `previous` is over. Tensors that no optimizer is known to own are
+        copied before this returns, since nothing tells us when they change."""
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()  # what is queued may still write what is to be saved
             self._device = torch.cuda.current_device() if stage.uses_devices() else None
@@ -121,7 +121,8 @@ class SaveJob:
         thread.start()
 
     def before_owner(self, optimizer: Any, *, after: bool) -> None:
-        """An optimizer is about to change what it owns (`after`: has, and the rest follows)."""
+        """An optimizer is about to change what it owns. `after`: its step is done, and what follows
+        it is about to change memory (see Owner)."""
         if self.over.is_set():
             return
         if after:
@@ -138,12 +139,12 @@ class SaveJob:
         self.settle(units)
 
     def _is_slow(self) -> bool:
-        """Whether the writers, at the pace that they have had, are still far from the end."""
+        """Whether the rest takes more than _SLOW_S at the pace so far."""
         passed_s = time.monotonic() - self._began_s
         return self._left_bytes * passed_s > _SLOW_S * self._done_bytes
 
     def _copy_ahead(self, units: Iterable[Unit]) -> None:
-        """Copy one after the other of what nobody reads yet, while there is room."""
+        """Copy units that nobody has begun to read, one by one, while there is room."""
         for unit in units:
             if self._stop or self.over.is_set():
                 return
@@ -159,6 +160,7 @@ class SaveJob:
             self.settle(self.units if tensors is None else self._overlapping(tensors))
 
     def _overlapping(self, tensors: Iterable[torch.Tensor]) -> list[Unit]:
+        """Units not read yet that share memory with one of these tensors."""
         order = UpdateOrder()
         order.add(Owner(None, after=False), tensors)
         order.settle()
@@ -166,7 +168,7 @@ class SaveJob:
         return [u for u in unread if any(order.positions_of(t) for t, _ in list(u.sources))]
 
     def settle(self, units: Sequence[Unit]) -> None:
-        """Return when the memory of `units` is not needed any more: copied, or written."""
+        """Return when all `units` are copied or written, so that their memory may change."""
         unread = [unit for unit in units if unit.state in (PENDING, TAKEN)]
         if not unread:
             return
@@ -184,8 +186,8 @@ class SaveJob:
         counters["async save waits, milliseconds"] += round(1000 * waited_s)
 
     def _copy(self, units: Sequence[Unit]) -> list[Unit]:
-        """Copy those that nobody reads yet, while there is room, from the last one on: the writers
-        come from the first. Returns what is left."""
+        """Copy units that nobody has begun to read, while there is room. Last ones first, because
+        the writers begin with the first. Returns those that are neither copied nor written."""
         copies = []
         for unit in reversed(units):
             room = self._claim(unit, force=unit.unknown and unit.on_device)
@@ -196,7 +198,7 @@ class SaveJob:
         return [unit for unit in units if unit.state in (PENDING, TAKEN)]
 
     def _claim(self, unit: Unit, *, force: bool = False) -> Room | None:
-        """Take a unit to be copied, and the room for it."""
+        """Mark a unit as taken, so that no writer reads it, and get room for its copy; or None."""
         if unit.state != PENDING:
             return None
         room = stage.pool.take(unit.nbytes, unit.on_device, force=force)
@@ -304,8 +306,8 @@ class SaveJob:
             self._changed.notify_all()
 
     def _get_ready(self) -> None:
-        """In a save that takes long: copy device memory ahead, last first; then have the memory of
-        buffers in place for what is left."""
+        """In a save that takes long, prepare for an update: copy device memory, last units first,
+        and allocate the buffers that copies of the rest will need."""
         if self.over.wait(_AHEAD_AFTER_S):
             return
         self._copy_ahead(unit for unit in reversed(self.units) if unit.on_device)
@@ -348,8 +350,8 @@ class SaveJob:
             self._changed.notify_all()
 
     def poll(self) -> bool:
-        """Whether it is over. Gives up a save that has not got on for VIME_OPTIM_WRITER_TIMEOUT_S;
-        a thread that the kernel holds can only be left behind."""
+        """Whether it is over. A save without progress for VIME_OPTIM_WRITER_TIMEOUT_S is given up,
+        its threads left behind: one that waits in the kernel cannot be ended."""
         limit_s = settings.current().writer_timeout_s
         silent_s = time.monotonic() - self._progress_s
         if not self.over.is_set() and silent_s > limit_s:

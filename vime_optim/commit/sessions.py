@@ -53,8 +53,8 @@ class SaveSession:
         self._lock: DirectoryLock | None = None
 
     def begin(self) -> None:
-        """Collective. Rank 0 locks the directory, proves it writable and takes away an older
-        checkpoint in it, marks first.
+        """Collective. Rank 0 locks the directory, removes an older checkpoint in it (the files that
+        make it count as complete first), and tries to write.
 
         Raises:
             WriterError: on every rank, when rank 0 could not.
@@ -83,7 +83,7 @@ class SaveSession:
             probe.unlink(missing_ok=True)
 
     def take_away_marks(self) -> None:
-        """What would say of a directory that is being written that it is whole."""
+        """Remove the files by which a reader takes the directory for complete."""
         for name in _COMMIT_FILES:
             (Path(self.directory) / name).unlink(missing_ok=True)
 
@@ -110,7 +110,7 @@ class SaveSession:
             self.release()
 
     def release(self) -> None:
-        """Give up the directory; more than once is no more than once."""
+        """Give up the lock of the directory. Called again, it does nothing."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -128,7 +128,7 @@ _current: ContextVar[SaveSession | None] = ContextVar("vime_optim save", default
 
 @contextlib.contextmanager
 def belonging_to(session: SaveSession) -> Iterator[None]:
-    """Within it, Megatron's code runs for this save: two may be under way to one directory."""
+    """Within it `session_of` answers with this save: several to one directory may be under way."""
     before = _current.set(session)
     try:
         yield
@@ -151,7 +151,7 @@ def open_session(directory: str) -> SaveSession:
 
 
 def finalized_by(session: SaveSession, request: Any) -> None:
-    """Let the finalization of an async request run for its own save, and end with its commit."""
+    """Run an async request's finalize functions as part of this save, and commit after them."""
     request.finalize_fns[:] = [
         functools.partial(_run_for, session, step) for step in request.finalize_fns
     ]
@@ -206,7 +206,7 @@ def finalize(
         results = writer.retrieve_write_results()
     except Exception as error:  # nvidia-resiliency-ext up to 0.4: on this rank alone
         results = error
-    # Not always a queue that can be asked twice: the answer is kept for Megatron's own call.
+    # Some queues answer only once, so Megatron's own call gets the answer that we have.
     writer.retrieve_write_results = lambda: pack(results)
     where = str(writer.checkpoint_dir)
     errors = [_failure_in(results, writer) or _lost_file(where, results)]
@@ -276,8 +276,7 @@ def _lost_file(directory: str, results: Any) -> str | None:
 
 
 def records_of(results: Sequence[Sequence[Any]]) -> list[FileRecord] | None:
-    """The records of all files; None where our writer did not write all of them: a manifest would
-    have holes."""
+    """The records of all files; None where another writer wrote some and left no records."""
     records: list[FileRecord] = []
     for part in results:
         if hasattr(part, "records"):  # columns

@@ -1,9 +1,9 @@
 """What happens in a save and in a load, from top to bottom.
 
 Several fixes have a step in the same functions of Megatron. Each of these functions is wrapped
-once, here, and its steps stand in the order in which they are taken. `on` holds the fixes that are
-in force (each can be switched off by itself) with their hit counters; the steps are in the modules
-of the fixes.
+once, here, and its steps stand in the order in which they are taken. A step is written in the
+module of its fix. It is taken if `on` holds the fix: those that are in force, with their hit
+counters.
 
 A save: the optimizer gives its state (`sharded_state_dict`, which calls `state_dict`), all that is
 to be saved goes to `dist_checkpointing.save`, and that plans, writes and finalizes. A load: the
@@ -35,7 +35,7 @@ from vime_optim.registry import On
 
 
 def tell_save(original: Any, on: On) -> Any:
-    """dist_checkpointing.save."""
+    """The wrapper of dist_checkpointing.save."""
 
     def save(*args: Any, **kwargs: Any) -> Any:
         call = bind(original, *args, **kwargs)
@@ -58,7 +58,7 @@ def tell_save(original: Any, on: On) -> Any:
 
 
 def tell_load(original: Any, on: On) -> Any:
-    """dist_checkpointing.load."""
+    """The wrapper of dist_checkpointing.load."""
 
     def load(*args: Any, **kwargs: Any) -> Any:
         call = bind(original, *args, **kwargs)
@@ -83,7 +83,7 @@ def tell_load(original: Any, on: On) -> Any:
 
 
 def tell_state_dict(original: Any, on: On) -> Any:
-    """DistributedOptimizer.state_dict: param groups, without the tensors."""
+    """The wrapper of DistributedOptimizer.state_dict: param groups, without the tensors."""
 
     def state_dict(self: Any) -> Any:
         if "stub" in on and stub.holds_nothing(self, on["stub"]):
@@ -96,7 +96,7 @@ def tell_state_dict(original: Any, on: On) -> Any:
             inert_state.make_state(self, on["inert-state"])
         state = step.state_with_steps(original, self, on["step"])
         if "foreign" in on and "gather-free" in on:
-            # Only with all three is each state under its name, and none is shifted.
+            # The mark says that each state is under its own name. These three fixes see to it.
             foreign.mark(state)
         return state
 

@@ -36,13 +36,14 @@ PREFIX = "optimizer.state"
 
 
 class ParamState(dict[int, Any]):
-    """Param state as Megatron takes it, with what the ranks must agree on before writing it.
+    """The optimizer's tensors for one save or load, as Megatron takes them, and how they were made.
 
     Attributes:
-        plan: what this rank writes, or reads.
-        is_loading: whether it is to be loaded into.
+        plan: what this rank writes or reads. The ranks compare its digest before anything is
+            written.
+        is_loading: it is a template that a load fills.
         dist_opt: the DistributedOptimizer.
-        destinations: by (parameter number, state name); for what is to be saved these are sources.
+        destinations: by (parameter number, state name). In a save they are what is read from.
     """
 
     plan: RankPlan
@@ -69,11 +70,14 @@ def param_states(state: Any) -> Iterator[ParamState]:
 
 @dataclass
 class Destination:
-    """Where one state of one parameter shard is loaded to.
+    """Where one state of one parameter shard is loaded to, or saved from.
 
-    `flat` is the slot's own storage or, for a coded state, a placeholder: that of `coded`; a save
-    has none, as it decodes the pieces when they are written. `views` are its pieces by their number
-    in the state dict.
+    Attributes:
+        slot: the state in the optimizer; None where this rank holds no part of it.
+        flat: 1-D, what the pieces are views of: the slot's own tensor, or for a coded state on load
+            the placeholder of `coded`. On save a coded state has none: each piece is decoded when
+            it is written.
+        views: the pieces, by their number in the state dict.
     """
 
     layout: ParamLayout
@@ -133,16 +137,16 @@ def build_param_state(dist_opt: Any, model_sharded_state_dict: Any, is_loading: 
 
 
 def expect_load(state: ParamState) -> None:
-    """Make this template the one that its optimizer takes what is loaded from."""
+    """Note in the optimizer that its next load_state_dict() takes its values from this template."""
     for destination in state.destinations.values():
         if destination.coded is not None:
-            destination.coded.reads.clear()  # of an earlier load with the same template
+            destination.coded.reads.clear()  # noted by an earlier load with the same template
     record = record_of(state.dist_opt)
     record.destinations, record.are_destinations_taken = state.destinations, False
 
 
 def as_template(state: ParamState) -> ParamState:
-    """The same param state, which was built to be saved, as one to load into."""
+    """A param state that was built for a save, made into a template for a load."""
     template = ParamState(state)
     template.dist_opt = state.dist_opt
     template.plan, template.is_loading = state.plan, True
@@ -202,6 +206,7 @@ def _destination(layout: ParamLayout, slot: Slot, is_loading: bool) -> Destinati
 
 
 def _may_be_partial(layout: ParamLayout) -> bool:
+    """Whether Megatron lets the checkpoint lack elements of it (a padded vocabulary)."""
     return bool(getattr(layout.base, "allow_shape_mismatch", False))
 
 
