@@ -263,7 +263,7 @@ def other_rank(name: str, keys: str, who: str, folder: Path, limit_s: float) -> 
             pickle.dumps(packed.to_bytes())
         else:
             pickle.dumps(plan)
-    _plan_load(strategy, tensors, folder / "checkpoint.stock", parts, limit_s)
+    _plan_load(strategy, tensors, folder / f"checkpoint.{who}", parts, limit_s)
     return {"seconds": parts.seconds, "extrapolated": parts.extrapolated}
 
 
