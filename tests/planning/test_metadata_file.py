@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from vime_optim.commit.task import RecordedResult
 from vime_optim.files.dcp_metadata import load_metadata
 from vime_optim.files.fastfile import FileRecord
-from vime_optim.planning import metadata_file
+from vime_optim.planning import metadata_file, records
 from vime_optim.planning.metadata_file import metadata_bytes, write_metadata
 from vime_optim.planning.results import Results, pack_results
 from vime_optim.planning.save_plans import LazyChunks
@@ -129,13 +129,14 @@ class Writer:
     """As much of a FileSystemWriterAsync as its `finish` needs here."""
 
     def __init__(self, directory: Path) -> None:
-        self.checkpoint_dir = directory
+        self.checkpoint_dir = self.path = directory
         self.finished = 0
 
     def finish(self, metadata: Any, results: Any) -> None:
         self.finished += 1
         metadata.storage_data = {r.index: r.storage_data for rank in results for r in rank}
-        (self.checkpoint_dir / ".metadata").write_bytes(pickle.dumps(metadata))
+        metadata.added = "by Megatron"
+        (self.path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 @pytest.mark.parametrize("understood", [True, False])
@@ -150,10 +151,39 @@ def test_without_columns_torch_writes_the_file(
     if not understood:
         monkeypatch.setattr(metadata_file, "metadata_bytes", lambda *_: None)
     metadata, writer = Metadata({"a": value}), Writer(tmp_path)
-    write_metadata(Writer.finish, writer, metadata, [pack_results(rank) for rank in results])
+    metadata.mcore_data = {"a": {"nd_reformulated_orig_global_shape": (2, 2)}}  # type: ignore[attr-defined]
+    seen = []
+
+    def finish(self: Writer, metadata: Any, results: Any) -> None:
+        self.finish(metadata, results)
+        path = tmp_path / ".metadata"
+        seen.append(
+            sorted(pickle.loads(path.read_bytes()).state_dict_metadata if path.exists() else "a")
+        )
+
+    write_metadata(finish, writer, metadata, [pack_results(rank) for rank in results])
+    assert all(keys == ["a"] for keys in seen)  # whoever finds the file finds all of it
+    assert [path.name for path in tmp_path.iterdir()] == [".metadata"]
     data = (tmp_path / ".metadata").read_bytes()
+    assert pickle.loads(data).added == "by Megatron"
+    assert pickle.loads(data).mcore_data == metadata.mcore_data  # type: ignore[attr-defined]
     assert writer.finished == (1 if understood else 2)
     assert pickle.loads(data) == pickle.loads(stock(Metadata({"a": value}), results))
     assert type(pickle.loads(data).state_dict_metadata["a"].chunks) is list
     assert load_metadata(data) == pickle.loads(data)
     assert metadata.state_dict_metadata["a"] is value
+
+
+def test_what_metadata_carries_beside_chunks_is_not_looked_through(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Megatron keeps the plans of all ranks there: looking through their pickle takes minutes."""
+    metadata = Metadata({})
+    metadata.all_local_plans = [[MetadataIndex(f"key.{n}") for n in range(1000)]]  # type: ignore[attr-defined]
+    looked_at = []
+    opcodes = records._opcodes
+    monkeypatch.setattr(records, "_opcodes", lambda data: looked_at.append(data) or opcodes(data))
+    data = metadata_bytes(metadata, [])
+    assert data is not None
+    assert pickle.loads(data).all_local_plans == metadata.all_local_plans  # type: ignore[attr-defined]
+    assert not any(b"key.1" in each for each in looked_at)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,16 +41,11 @@ def write_metadata(
     """What `FileSystemWriterAsync.finish` does, in less time where all is in columns.
 
     Args:
-        original: Megatron's `finish`; it writes a file without chunks first, so that what it adds
-            to the metadata stays its own.
+        original: Megatron's `finish`; what it adds to the metadata stays its own.
         results: of all ranks.
     """
-    if _in_columns(metadata, results):
-        held, metadata.state_dict_metadata = metadata.state_dict_metadata, {}
-        try:
-            original(writer, metadata, [])
-        finally:
-            metadata.state_dict_metadata = held
+    if _in_columns(metadata, results) and hasattr(writer, "path"):
+        vars(metadata).update(_added(original, writer))
         data = metadata_bytes(metadata, results)
         if data is not None:
             write_whole(Path(writer.checkpoint_dir) / ".metadata", data)
@@ -58,6 +54,20 @@ def write_metadata(
         if isinstance(getattr(value, "chunks", None), LazyChunks):
             value.chunks = list(value.chunks)  # the file is then torch's own to the byte
     original(writer, metadata, results)
+
+
+def _added(original: Callable[[Any, Any, Any], None], writer: Any) -> dict[str, Any]:
+    """What `finish` adds to metadata. The file that it makes is never seen under the name of a
+    checkpoint: without chunks, it would be taken for one that is whole."""
+    bare, path = Metadata({}), writer.path
+    before = dict(vars(bare))
+    with tempfile.TemporaryDirectory(prefix=".metadata.", dir=writer.checkpoint_dir) as aside:
+        writer.path = Path(aside)
+        try:
+            original(writer, bare, [])
+        finally:
+            writer.path = path
+    return {name: value for name, value in vars(bare).items() if value is not before.get(name)}
 
 
 def _in_columns(metadata: Any, results: Sequence[Any]) -> bool:
@@ -93,14 +103,14 @@ def _parts(metadata: Metadata, results: Sequence[Results]) -> Iterator[bytes]:
     sizes = {id(value): value.size for value in tensors.values()}
     whole, gaps = copy.copy(metadata), [BytesStorageMetadata(), BytesStorageMetadata()]  # any two
     whole.state_dict_metadata, whole.storage_data = gaps  # type: ignore[assignment]
-    said, numbers = writer.say(
-        [*keys, *files, *kinds.values(), *sizes.values(), *others, *like, *gaps]
-    )
-    number_of = dict(zip([*keys, *files, *kinds, *sizes], numbers.tolist(), strict=False))
+    first, of_kind = writer.say([*kinds.values(), *like, *gaps])
+    said, numbers = writer.say([*keys, *files, *sizes.values(), *others])
+    number_of = dict(zip([*keys, *files, *sizes], numbers.tolist(), strict=False))
+    number_of.update(zip(kinds, of_kind.tolist(), strict=False))
     parts = _Parts(writer, number_of)
     head, middle, end = writer.frame(whole, gaps)
-    at_other = len(keys) + len(files) + len(kinds) + len(sizes)
-    yield from (_PROTO, said, head, b"}(")
+    at_other = len(keys) + len(files) + len(sizes)
+    yield from (_PROTO, first, said, head, b"}(")
     yield from parts.tensors(tensors)
     for key, number in zip(
         (key for key in keys if key not in tensors), numbers[at_other:].tolist(), strict=False

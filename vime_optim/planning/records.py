@@ -33,24 +33,30 @@ class Writer:
         self._buffer = io.BytesIO()
         self._pickler = pickle.Pickler(self._buffer, _PROTOCOL)
         self._kept: list[Any] = []  # the memo goes by address
-        self._said = 0
+        self._first: dict[int, tuple[int, Any]] = {}
+        """The memo after the first `say`."""
 
     def say(self, values: Sequence[Any]) -> tuple[bytes, Ints]:
-        """Objects that later parts refer to.
+        """Objects that later parts refer to. What `make` of a form uses (classes, names of
+        attributes) is in those of the first call, few: its memo is copied for each form.
 
         Returns:
             The part of the pickle, and each one's number in the memo.
         """
         data = self._pickle(list(values)) + pickle.POP
-        memo = self._memo()
-        self._said = len(memo)
+        memo = dict(self._pickler.memo.copy())
+        self._first = self._first or memo
         return data, np.array([memo[id(value)][0] for value in values], dtype=np.int64)
 
     def frame(self, value: Any, gaps: Sequence[Any]) -> list[bytes]:
-        """The pickle of a value without some objects in it, which were said: the bytes before,
-        between and behind them."""
-        memo = self._memo()
-        return _cut(_opcodes(self._pickle(value)), [memo[id(gap)][0] for gap in gaps])
+        """The pickle of a value without some objects in it, which were said first: the bytes
+        before, between and behind them. To be asked for before any form.
+
+        Its other attributes may be large (the plans of all ranks): they are not looked through."""
+        others = [held for held in vars(value).values() if not any(held is gap for gap in gaps)]
+        said = self._pickle(others) + pickle.POP
+        head, *behind = _cut(_opcodes(self._pickle(value)), [self._first[id(g)][0] for g in gaps])
+        return [said + head, *behind]
 
     def around(self, make: Callable[[Sequence[Any]], Any], gaps: int) -> list[bytes]:
         """As `frame`, of what `make` builds from so many values, for what comes many times."""
@@ -71,19 +77,15 @@ class Writer:
         known = {sample.number for sample in samples if type(sample) is _Said}
         for name, argument, code in _opcodes(data):
             gets = name in ("BINGET", "LONG_BINGET")
-            if gets and argument >= self._said and argument not in known:
+            if gets and argument >= len(self._first) and argument not in known:
                 raise ValueError(f"a part refers to what was not said, number {argument}")
             if name not in ("BINPUT", "LONG_BINPUT"):
                 yield name, argument, code
 
     def _with(self, make: Callable[[Sequence[Any]], Any], samples: Sequence[Any]) -> bytes:
-        memo = self._memo()
         said = {id(s): (s.number, s) for s in samples if type(s) is _Said}
-        self._pickler.memo = {**memo, **said}
-        try:
-            return self._pickle(make(samples))
-        finally:
-            self._pickler.memo = memo
+        self._pickler.memo = {**self._first, **said}
+        return self._pickle(make(samples))
 
     def _pickle(self, value: Any) -> bytes:
         """Bytes that leave `value` on the stack of the unpickler."""
@@ -92,9 +94,6 @@ class Writer:
         self._buffer.truncate()
         self._pickler.dump(value)
         return self._buffer.getvalue()[2:-1]  # without PROTO and STOP
-
-    def _memo(self) -> dict[int, tuple[int, Any]]:
-        return dict(self._pickler.memo.copy())
 
 
 def get(number: int) -> bytes:
