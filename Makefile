@@ -41,8 +41,8 @@ clients: .venv/.setup
 test-all: .venv/.setup megatron
 	$(PY) $(PYTEST) -m "not gpu" $(ARGS)
 
-# Lines of the package that `make test-ci` runs, in ranks and writers too; below 90% of fixes/ and
-# reshard/ it fails.
+# Lines of the package that `make test-ci` runs, in ranks and writers too; below 90% of fixes/,
+# reshard/ and files/ it fails.
 COVERAGE := .build/coverage
 coverage: .venv/.setup megatron
 	rm -rf $(COVERAGE) && mkdir -p $(COVERAGE)

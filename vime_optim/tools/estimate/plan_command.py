@@ -1,4 +1,4 @@
-"""`vime-optim plan`: arguments and printing. The arithmetic is in estimate.py."""
+"""`vime-optim plan`: arguments and printing. The arithmetic is in ranks.py."""
 
 from __future__ import annotations
 
