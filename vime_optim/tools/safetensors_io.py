@@ -93,7 +93,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 def _require_plain(path: Path) -> None:
     """Raises ValueError for links, pipes and folders."""
     if path.is_symlink() or not path.is_file():
-        raise ValueError("no plain file")
+        raise ValueError("no plain file" if os.path.lexists(path) else "there is no such file")
 
 
 def _stored(path: Path, name: str, entry: Any, base: int, size: int) -> StoredTensor:
