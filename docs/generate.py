@@ -162,7 +162,8 @@ def cli_page() -> str:
         "# Command line",
         "",
         "Every command exits with 0 when all is well, 1 when a check failed and 2 when it could"
-        " not be run; `plan` with 1 when sizes admit no plan. The checkpoint commands are explained in [Tools](tools.md).",
+        " not be run; `plan` with 1 when sizes admit no plan. The checkpoint commands are explained"
+        " in [Tools](tools.md).",
         "",
     ]
     for name in cli.COMMANDS:
