@@ -13,9 +13,12 @@ from typing import Any
 Path = tuple[Any, ...]
 """The keys that lead to a value."""
 
+_PLAIN = (int, float, bool, str, bytes, type(None))
+
 
 def walk(state: Any, leaves: type | tuple[type, ...] = ()) -> Iterator[tuple[Path, Any]]:
-    """Every value with its path, a container before what it holds.
+    """Every value with its path, a container before what it holds; not the numbers and texts in
+    containers, of which lists may hold millions.
 
     Args:
         leaves: containers of these types are given, and not entered.
@@ -29,7 +32,8 @@ def walk(state: Any, leaves: type | tuple[type, ...] = ()) -> Iterator[tuple[Pat
             continue
         seen.add(id(value))
         held = value.items() if isinstance(value, dict) else enumerate(value)
-        waiting += reversed([((*path, key), item) for key, item in held])
+        found = [((*path, key), item) for key, item in held if type(item) not in _PLAIN]
+        waiting += reversed(found)
 
 
 def replaced(state: Any, path: Path, value: Any) -> Any:
