@@ -13,7 +13,8 @@ from typing import Any
 Path = tuple[Any, ...]
 """The keys that lead to a value."""
 
-_PLAIN = (int, float, bool, str, bytes, type(None))
+PLAIN = (int, float, bool, str, bytes, type(None))
+"""What a list may hold millions of, and no walk asks for."""
 
 
 def walk(state: Any, leaves: type | tuple[type, ...] = ()) -> Iterator[tuple[Path, Any]]:
@@ -32,7 +33,7 @@ def walk(state: Any, leaves: type | tuple[type, ...] = ()) -> Iterator[tuple[Pat
             continue
         seen.add(id(value))
         held = value.items() if isinstance(value, dict) else enumerate(value)
-        found = [((*path, key), item) for key, item in held if type(item) not in _PLAIN]
+        found = [((*path, key), item) for key, item in held if type(item) not in PLAIN]
         waiting += reversed(found)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from vime_optim.commit import loading
+from vime_optim.files import safe_load
 from vime_optim.fixes import chained, sharding
 from vime_optim.fixes.common_state import mend_common_state
 from vime_optim.optimizer.groups_only import COUNTS
@@ -50,6 +51,8 @@ def test_numbers_and_texts_are_passed_over() -> None:
         ((6,), {"x": value, "y": 2}),
         ((6, "x"), value),
     ]
+    found = safe_load.walk({"plain": [*plain, value], "step": 1})
+    assert [path for _, _, _, path in found] == ["plain", "step", "plain.6"]
 
 
 @pytest.mark.parametrize("depth", [0, 3, 7, DEEP])

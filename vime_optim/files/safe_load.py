@@ -38,6 +38,7 @@ from vime_optim.files.stand_ins import (
     is_inert_class,
     numpy_scalar,
 )
+from vime_optim.state_dicts import PLAIN
 
 DEFAULT_LIMIT_BYTES = 256 * 1024 * 1024
 """Largest common state or sharded object that is read; real ones hold a few megabytes at most."""
@@ -340,7 +341,8 @@ def strip_classes(value: Any, path: str = "") -> list[str]:
 def walk(value: Any, path: str = "") -> list[tuple[Any, Any, Any, str]]:
     """(parent, key, item, dotted path) of everything in nested containers and namespaces.
 
-    Shared and cyclic containers are entered once.
+    Shared and cyclic containers are entered once. Numbers and texts in lists are passed over, as
+    there may be millions.
 
     Raises:
         ValueError: nested deeper than anything that Megatron saves.
@@ -365,6 +367,8 @@ def walk(value: Any, path: str = "") -> list[tuple[Any, Any, Any, str]]:
         else:
             items = enumerate(parent)
         for key, item in items:
+            if type(item) in PLAIN and not isinstance(parent, dict):
+                continue
             dotted = f"{prefix}.{key}" if prefix else str(key)
             found.append((parent, key, item, dotted))
             if isinstance(item, _CONTAINERS):
