@@ -38,6 +38,8 @@ def main() -> int:
     parser.add_argument("--tests", type=Path, required=True)
     parser.add_argument("--device", choices=("sim", "cuda"), default="sim")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--adam", choices=("torch", "te"), default="torch", help="on sim")
+    parser.add_argument("-k", dest="select", help="only these tests, as pytest has it")
     parser.add_argument("--beside", type=int, default=1, help="launches at the same time")
     parser.add_argument("--together", action="store_true", help="all modules in one launch")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds a launch may take")
@@ -68,6 +70,7 @@ def run(options: argparse.Namespace, modules: list[str], install: bool) -> Outco
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("VIME_OPTIM_")},
         "UPSTREAM_DEVICE": options.device,
+        "UPSTREAM_ADAM": options.adam,
         "UPSTREAM_INSTALL": str(int(install)),
         "UPSTREAM_OUT": str(out),
         "WORLD_SIZE": str(options.ranks),
@@ -88,6 +91,7 @@ def run(options: argparse.Namespace, modules: list[str], install: bool) -> Outco
     command += [f"--rootdir={options.tests.absolute()}", "-p", "no:cacheprovider", "--timeout=120"]
     folder = options.tests.absolute() / "tests" / "unit_tests"
     command += [str(folder / module) for module in modules]
+    command += ["-k", options.select] if options.select else []
     processes = []
     for rank in range(options.ranks):
         with (out / f"log{rank}").open("w") as log:

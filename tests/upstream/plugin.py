@@ -36,13 +36,14 @@ def _simulate() -> None:
     torch.set_num_threads(1)
     from vime_optim.simulate.megatron import prepare
 
-    prepare("torch")
+    prepare("te" if os.environ.get("UPSTREAM_ADAM") == "te" else "torch")
     cuda: Any = torch.cuda
     cuda.is_available = lambda: True
     cuda.memory_stats = lambda *a, **k: defaultdict(int)
     cuda.device_count = lambda: int(os.environ.get("WORLD_SIZE", "1"))
     cuda.get_device_properties = lambda *a, **k: _Properties()
     _compare_missing_te()
+    _local_layers()
     original = torch.distributed.init_process_group
     starts = itertools.count()
 
@@ -61,6 +62,27 @@ def _compare_missing_te() -> None:
 
     if utils.get_te_version() is None:
         utils._te_version = Version("0")
+
+
+def _local_layers() -> None:
+    """Layers of Megatron's own where the suite asks for those of Transformer Engine."""
+    import inspect
+
+    from megatron.core.models.gpt import gpt_layer_specs as specs
+
+    local, block = specs.get_gpt_layer_local_spec, specs.get_gpt_decoder_block_spec
+    known = inspect.signature(local).parameters
+
+    def layer_spec(*args: Any, **kwargs: Any) -> Any:
+        return local(*args, **{name: value for name, value in kwargs.items() if name in known})
+
+    def block_spec(*args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(block).bind(*args, **kwargs)
+        bound.arguments["use_transformer_engine"] = False
+        return block(*bound.args, **bound.kwargs)
+
+    specs.get_gpt_layer_with_transformer_engine_spec = layer_spec
+    specs.get_gpt_decoder_block_spec = block_spec
 
 
 def _share_devices() -> None:
@@ -105,6 +127,15 @@ if DEVICE == "sim":
 else:
     _share_devices()
 _no_downloads()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Some tests expect the process group that one before them has left."""
+    import torch
+
+    if DEVICE == "sim" and not torch.distributed.is_initialized():
+        torch.distributed.init_process_group()
 
 
 @pytest.hookimpl(trylast=True)
