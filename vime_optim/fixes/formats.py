@@ -72,7 +72,10 @@ def _settle(call: Call, operation: agreement.Operation) -> None:
             call["sharded_state_dict"] = _other_format(state, found, params, error)
             operation.check()
             saved = DP
-    content = call.get("content_metadata") or {}
+    content = call.get("content_metadata")
+    if content is None and types:
+        return  # the state says it; one more key would be one more member of a plain chain
+    content = content or {}
     if saved is not None and content.get(TYPE_KEY) != saved:
         call["content_metadata"] = {**content, TYPE_KEY: saved}
 
