@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.writer.launch import launch, results, tree_of
+from vime_optim.fixes import formats, sharding
 
 _OTHERS = ("0.15.3", "0.16.1", "0.17.1", "0.18.2")
 _VERSIONS = [
@@ -70,3 +71,22 @@ def test_absent_keys_are_the_planners_decision(found: Any, offload: str) -> None
         assert outcome["not allowed"]
         assert outcome["kept"]
         assert "only in part" in outcome["in part"]
+
+
+class Agreed:
+    """An operation of one rank."""
+
+    def check(self, values: tuple[int, ...] = ()) -> tuple[int, ...]:
+        return values
+
+
+@pytest.mark.parametrize("content", [None, {}, {"mine": 1}])
+def test_a_plain_state_gets_no_key_beside_its_own(content: Any) -> None:
+    """megatron-core takes each key of a plain chain's common state for a member."""
+    state = {"optimizer": {sharding.RECORD_KEY: sharding.DP}}
+    call = {"sharded_state_dict": state, "content_metadata": content}
+    formats._settle(call, Agreed())  # type: ignore[arg-type]
+    if content is None:
+        assert call["content_metadata"] is None
+    else:
+        assert call["content_metadata"] == {**content, sharding.TYPE_KEY: sharding.DP}

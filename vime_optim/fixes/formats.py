@@ -75,9 +75,8 @@ def _settle(call: Call, operation: agreement.Operation) -> None:
     content = call.get("content_metadata")
     if content is None and types:
         return  # the state says it; one more key would be one more member of a plain chain
-    content = content or {}
-    if saved is not None and content.get(TYPE_KEY) != saved:
-        call["content_metadata"] = {**content, TYPE_KEY: saved}
+    if saved is not None and (content or {}).get(TYPE_KEY) != saved:
+        call["content_metadata"] = {**(content or {}), TYPE_KEY: saved}
 
 
 def _other_format(
