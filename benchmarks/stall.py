@@ -109,7 +109,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         print(problem, (out / "rank0.log").read_text()[-4000:], file=sys.stderr)
     path = out / "result.json"
     result: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"turns": []}
-    result.update(options=options, problem=problem, environment=environment_of(options))
+    # What is published names no place of this machine.
+    said = {key: value for key, value in options.items() if key not in ("out", "json")}
+    said["megatron"] = Path(options["megatron"]).name
+    result.update(options=said, problem=problem, environment=environment_of(options))
     shutil.rmtree(out, ignore_errors=True)
     return result
 
