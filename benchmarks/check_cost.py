@@ -1,8 +1,8 @@
 """What digests add to a load: `python -m benchmarks.check_cost --gib 8 --out X.json`.
 
 One process writes files with their manifest, drops nothing from the page cache, and then in turns
-reads all tensors into place (as a load does) without digests, the same with digests compared in
-the reading threads (VIME_OPTIM_VERIFY=read), and verifies every byte (=all). `--device cuda` reads
+reads all tensors into place (as a load does) without digests, the same with what was read compared
+afterwards (VIME_OPTIM_VERIFY=read), and verifies every byte (=all). `--device cuda` reads
 them onto the device. Medians of the turns after a warm-up; a ratio is the median of the turns'
 ratios, as neighbours in time see the same machine. This is reading alone, from memory, where
 digests cost most: a load also plans, and a disk or a network is slower.
@@ -16,15 +16,17 @@ import os
 import statistics
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from vime_optim.commit.load_check import Comparison
+from vime_optim.files.checked import note, noting
 from vime_optim.files.fastfile import write_file
 from vime_optim.files.filling import Source
+from vime_optim.files.geometry import whole
 from vime_optim.files.items import FileWindow, read_layout
-from vime_optim.files.manifest import Manifest, checks_of, read_manifest, verify_entries
+from vime_optim.files.manifest import Manifest, read_manifest, verify_files
 from vime_optim.files.reading import BoxReader, default_threads
 
 _FILES = 8
@@ -56,27 +58,25 @@ def make(folder: Path, total_bytes: int) -> list[Source]:
 
 def load(folder: Path, sources: list[Source], targets: list[torch.Tensor], compares: bool) -> float:
     """Seconds to read all, with or without comparing digests."""
-    manifest = read_manifest(folder)
-    assert manifest is not None
-    checks = checks_of(folder, manifest)
-    if compares:
-        sources = [replace(source, check=checks[source.path]) for source in sources]
+    comparison = Comparison(str(folder), read_manifest(folder))
     began = time.perf_counter()
-    with BoxReader(sum(source.nbytes for source in sources)) as reader:
+    total_bytes = sum(source.nbytes for source in sources)
+    with noting(comparison.chunks), BoxReader(total_bytes) as reader:
         for source, target in zip(sources, targets, strict=True):
             reader.read(source, target)
+            if compares:
+                note(source.path, *source.span(whole(source.shape)))
     if targets[0].device.type == "cuda":
         torch.cuda.synchronize()
-    took_s = time.perf_counter() - began
-    assert not compares or all(len(check.right) == check.chunks for check in checks.values())
-    return took_s
+    comparison.finish()
+    return time.perf_counter() - began
 
 
 def verify(folder: Path) -> float:
     began = time.perf_counter()
     manifest = read_manifest(folder)
     assert manifest is not None
-    assert not verify_entries(folder, list(manifest.entries.values()), manifest.chunk_bytes)
+    assert not verify_files(folder, list(manifest.records.values()), manifest.chunk_bytes)
     return time.perf_counter() - began
 
 

@@ -93,9 +93,9 @@ class Settings:
         "VERIFY",
         _verify,
         "off",
-        "whether a load compares files with their digests: off, or 0 | read (while they are read;"
-        " a load from memory takes 6 to 24% longer on two cores, from a disk 0 to 17%; three times"
-        " as long on a machine with 16 reading threads when it was last measured there) | all, or"
+        "whether a load compares files with their digests: off, or 0 | read (what was read, at the"
+        " end of the load, shared by the ranks, which takes 1.4 times a load from memory on two"
+        " cores) | all, or"
         " 1 (every byte before anything is changed, which reads the files once more, shared by the"
         " ranks, 1.25 times the load itself; refused without a manifest)",
     )

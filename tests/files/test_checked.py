@@ -1,64 +1,73 @@
-"""Digests compared while boxes are read: nothing wrong gets by, nothing right is refused."""
+"""Chunks that a load reads from are compared: nothing wrong gets by, nothing right is refused."""
 
 from __future__ import annotations
 
+import pickle
 import random
-import threading
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, load, save
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
+from vime_optim.commit import load_check
+from vime_optim.commit.load_check import Comparison
 from vime_optim.errors import CheckpointError
-from vime_optim.files import checked, filling, reading, settle
-from vime_optim.files.checked import FileCheck
+from vime_optim.files import checked, manifest
+from vime_optim.files.checked import ChunksRead
 from vime_optim.files.fastfile import digest_file
-from vime_optim.files.filling import Source
-from vime_optim.files.reading import BoxReader
-from vime_optim.reshard.coded import CodedShard, Read, load_shards
+from vime_optim.files.manifest import Manifest
+from vime_optim.reshard import storage
+from vime_optim.reshard.coded import CodedShard
 
 CHUNK_BYTES = 1 << 12
 FILE_BYTES = 10 * CHUNK_BYTES + 500
 
 
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_check, "_LEAST_CHUNK_BYTES", CHUNK_BYTES)
+
+
 @pytest.fixture
-def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(reading, "PIECE_BYTES", 3 * CHUNK_BYTES // 2)
+def path(tmp_path: Path) -> Path:
     path = tmp_path / "__0_0.distcp"
     path.write_bytes(random.Random(1).randbytes(FILE_BYTES))
+    place = {MetadataIndex("a key"): _StorageInfo(path.name, 0, FILE_BYTES)}
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({}, None, place)))
     return path
 
 
-def check_of(path: Path) -> FileCheck:
-    record = digest_file(path, chunk_bytes=CHUNK_BYTES)
-    digests = record.chunk_digests
-    return FileCheck(str(path), FILE_BYTES, CHUNK_BYTES, digests, lambda a, b: " holding a key")
+def manifest_of(*paths: Path) -> Manifest:
+    made = Manifest(chunk_bytes=CHUNK_BYTES)
+    for path in paths:
+        made.add(digest_file(path, chunk_bytes=CHUNK_BYTES))
+    return made
 
 
-def source(check: FileCheck, start: int, end: int) -> Source:
-    shape = (end - start,)
-    return Source(check.path, "key", torch.uint8, start, shape, (0,), shape, check, (start, end))
+def comparison_of(path: Path) -> Comparison:
+    return Comparison(str(path.parent), manifest_of(path))
 
 
-def read(check: FileCheck, ranges: list[tuple[int, int]], dtype: Any = torch.uint8) -> list[Any]:
-    targets = [torch.zeros(end - start, dtype=dtype) for start, end in ranges]
-    with BoxReader(0, threads=3) as reader:
-        reader._slot_bytes = 700
-        for (start, end), target in zip(ranges, targets, strict=True):
-            reader.read(source(check, start, end), target)
-    return targets
+def read(comparison: Comparison, path: Path, ranges: list[tuple[int, int]]) -> None:
+    with checked.noting(comparison.chunks):
+        for start, end in ranges:
+            checked.note(str(path), start, end)
 
 
 def used_by(ranges: list[tuple[int, int]]) -> set[int]:
     return {n for a, b in ranges for n in range(a // CHUNK_BYTES, -(-b // CHUNK_BYTES))}
 
 
-def read_all(check: FileCheck, ranges: list[tuple[int, int]], dtype: Any) -> None:
-    read(check, ranges, dtype)
-    settle.compare_rest([check])
+def noted(chunks: ChunksRead | None) -> set[int]:
+    assert chunks is not None
+    return set(np.flatnonzero(chunks.flags).tolist())
 
 
 def flip(path: Path, position: int) -> None:
@@ -69,163 +78,151 @@ def flip(path: Path, position: int) -> None:
         file.write(bytes([byte ^ 4]))
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])  # straight, and through buffers
-def test_ranges_in_any_place_are_read_and_compared(path: Path, dtype: torch.dtype) -> None:
+def test_ranges_in_any_place_are_noted_and_right(path: Path) -> None:
     draw = random.Random(2)
-    data = path.read_bytes()
     for _ in range(60):
         ends = sorted(draw.sample(range(FILE_BYTES + 1), 2 * draw.randrange(1, 6)))
         ranges = list(zip(ends[::2], ends[1::2], strict=True))
-        check = check_of(path)
-        for (start, end), found in zip(ranges, read(check, ranges, dtype), strict=True):
-            assert found.to(torch.uint8).numpy().tobytes() == data[start:end]
-        assert check.used == used_by(ranges)
-        settle.compare_rest([check])
-        assert check.right >= {
-            n for a, b in ranges for n in range(a // CHUNK_BYTES, -(-b // CHUNK_BYTES))
-        }
+        comparison = comparison_of(path)
+        read(comparison, path, ranges)
+        assert noted(comparison.chunks) == used_by(ranges)
+        comparison.finish()
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])
-def test_a_flip_in_a_used_chunk_raises(path: Path, dtype: torch.dtype) -> None:
+def test_a_flip_in_a_used_chunk_raises(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In what is wanted and in what lies between; elsewhere it changes nothing."""
     ranges = [(100, 9000), (9100, 20000), (21000, 30000)]
-    used = range(30000 // CHUNK_BYTES + 1)
+    used = used_by(ranges)
     draw = random.Random(3)
-    check = check_of(path)
+    comparison = comparison_of(path)
+    read(comparison, path, ranges)
     for _ in range(60):
         position = draw.randrange(FILE_BYTES)
-        check.used.clear(), check.right.clear()
         flip(path, position)
         number = position // CHUNK_BYTES
         if number in used:
             span = rf"bytes \[{number * CHUNK_BYTES}, {(number + 1) * CHUNK_BYTES}\) holding a key"
             with pytest.raises(CheckpointError, match=f"(?s)__0_0.distcp.*{span}"):
-                read_all(check, ranges, dtype)
+                comparison.finish()
         else:
-            read_all(check, ranges, dtype)
+            comparison.finish()
         flip(path, position)
 
 
-def test_whole_chunks_are_read_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither again at the end, nor for the digest of what was compared already."""
-    check = check_of(path)
-    monkeypatch.setattr(checked, "digest_of", None)
-    ranges = [(64, 9000), (9064, 20000), (20064, FILE_BYTES - 32)]
-    read(check, ranges)
-    assert check.right == set(range(check.chunks))
-    settle.compare_rest([check])
-    reads: list[int] = []
-    real = filling._read
-    monkeypatch.setattr(
-        filling, "_read", lambda d, w, at, out: (reads.append(len(out)), real(d, w, at, out))[1]
-    )
-    read(check, ranges)
-    assert sum(reads) == sum(end - start for start, end in ranges)
+def test_each_used_chunk_is_read_once_and_counted(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    real = manifest.digest_of
+    monkeypatch.setattr(manifest, "digest_of", lambda *a: (seen.append(a[1]), real(*a))[1])
+    monkeypatch.setattr(load_check, "counters", Counter())
+    comparison = comparison_of(path)
+    read(comparison, path, [(2000, 3000), (3000, 3100), (FILE_BYTES - 32, FILE_BYTES)])
+    comparison.finish()
+    assert sorted(seen) == [0, 10 * CHUNK_BYTES]
+    assert load_check.counters == {load_check.COMPARED: CHUNK_BYTES + 500}
 
 
-def test_what_would_cost_much_is_counted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checked, "FREE_BYTES", 0)
-    monkeypatch.setattr(settle, "FREE_BYTES", 0)
-    monkeypatch.setattr(settle, "counters", Counter())
-    check = check_of(path)
-    read(check, [(2000, CHUNK_BYTES), (2 * CHUNK_BYTES, 4 * CHUNK_BYTES)])
-    assert check.right == {2, 3}
-    settle.compare_rest([check])
-    assert settle.counters == {
-        settle.COMPARED: 2 * CHUNK_BYTES,
-        settle.NOT_COMPARED: CHUNK_BYTES,
-    }
-    monkeypatch.setattr(settle, "FREE_BYTES", CHUNK_BYTES)
-    read(check, [(2000, CHUNK_BYTES)])
-    settle.compare_rest([check])
-    assert check.right == {0, 2, 3}
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_share_what_any_of_them_used(
+    rank: int, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each chunk is one rank's, whoever read from it."""
+    other = comparison_of(path)
+    read(other, path, [(0, 3 * CHUNK_BYTES), (8 * CHUNK_BYTES, FILE_BYTES)])
+    assert other.chunks is not None
+    flags = torch.from_numpy(other.chunks.flags)
+    seen: list[int] = []
+    real = manifest.digest_of
+    monkeypatch.setattr(manifest, "digest_of", lambda *a: (seen.append(a[1]), real(*a))[1])
+    distributed = torch.distributed
+    monkeypatch.setattr(distributed, "all_reduce", lambda own, _: own.copy_(own.maximum(flags)))
+    monkeypatch.setattr(distributed, "get_rank", lambda: rank)
+    monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(load_check.collectives, "device_of", lambda: torch.device("cpu"))
+    mine = comparison_of(path)
+    read(mine, path, [(5 * CHUNK_BYTES, 5 * CHUNK_BYTES + 1)])
+    mine.is_shared = True
+    mine.finish()
+    assert sorted(at // CHUNK_BYTES for at in seen) == [0, 1, 2, 5, 8, 9, 10][rank::2]
 
 
-def test_ranks_share_the_rest(path: Path) -> None:
-    """What one has compared none compares again; of the rest each chunk is one rank's."""
-    ranks = [check_of(path), check_of(path)]
-    ranks[0].use(0, FILE_BYTES)
-    ranks[1].use(0, 3 * CHUNK_BYTES)
-    ranks[1].right |= {0, 1, 2}
-    flags = [settle.flags_of([check]) for check in ranks]
-    both = flags[0].clip(min=flags[1])
-    for number, check in enumerate(ranks):
-        settle.settle([check], both, number, 2)
-    mine, other = ranks[0].right, ranks[1].right - {0, 1, 2}
-    assert mine | other == set(range(3, 11))
-    assert not mine & other
-    assert abs(len(mine) - len(other)) <= 1
+def test_tiny_chunks_are_not_compared(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A manifest that lies must not make many reads of large files."""
+    monkeypatch.setattr(load_check, "_LEAST_CHUNK_BYTES", CHUNK_BYTES + 1)
+    assert comparison_of(path).chunks is None
 
 
-def test_a_strided_box_is_compared_at_the_end(path: Path) -> None:
-    check = check_of(path)
-    box = Source(str(path), "k", torch.uint8, 0, (64, 256), (0, 10), (64, 50), check, (0, 64 * 256))
-    with BoxReader(0, threads=2) as reader:
-        reader.read(box, torch.zeros(64, 50, dtype=torch.uint8))
-    assert check.right == set()
-    assert check.used == {0, 1, 2, 3}
-    flip(path, 5000)  # in none of the columns
-    with pytest.raises(CheckpointError, match=r"bytes \[4096, 8192\)"):
-        settle.compare_rest([check])
+def test_other_files_and_other_times_are_not_noted(path: Path) -> None:
+    comparison = comparison_of(path)
+    checked.note(str(path), 0, 10)
+    read(comparison, path.parent / "other", [(0, 10)])
+    checked.note(str(path), 0, 10)
+    assert noted(comparison.chunks) == set()
+    read(comparison, path.parent / "." / path.name, [(0, 10), (5000, 5000)])
+    assert noted(comparison.chunks) == {0}
 
 
-def test_coded_shards_are_compared_when_they_are_read(path: Path) -> None:
-    check = check_of(path)
-
-    def shard(start: int, end: int) -> CodedShard:
-        numel = (end - start) // 4
-        made = CodedShard(numel, may_be_partial=False)
-        box = Source(str(path), "key", torch.float32, start, (numel,), (0,), (numel,), check)
-        made.reads.append(Read(box, (numel,), (1,), 0))
-        return made
-
-    def load() -> None:
-        taken: list[torch.Tensor] = []
-        shards = [shard(64, 20000), shard(20064, 37000)]  # of the last chunk only a little
-        load_shards((s, torch.device("cpu"), taken.append) for s in shards)
-
-    load()
-    assert check.right == set(range(10))
-    check.right.clear()
-    flip(path, 39000)
-    with pytest.raises(CheckpointError, match="digest differs"):
-        load()
+# What a load through torch's reader, taken over, notes.
 
 
-def test_ours_is_asked_by_path(path: Path) -> None:
-    check = check_of(path)
-    assert checked.check_of(str(path)) is None
-    with checked.comparing({str(path): check}):
-        assert checked.check_of(str(path.parent / "." / path.name)) is check
-        assert checked.check_of(str(path) + "x") is None
-    assert checked.check_of(str(path)) is None
+@pytest.fixture
+def folder(tmp_path: Path) -> tuple[Path, Comparison]:
+    """A checkpoint of torch's whose tensors lie in chunks of their own."""
+    state = {key: torch.rand(64, 256) for key in ("a", "b", "c")}
+    save(state, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    return tmp_path, Comparison(str(tmp_path), manifest_of(*tmp_path.glob("*.distcp")))
 
 
-def test_parts_are_digested_in_order(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the thread with the first part of a chunk is the slower one."""
-    first = threading.Event()
-    real = filling._read
-
-    def late(descriptor: int, what: Any, at: int, out: memoryview) -> None:
-        real(descriptor, what, at, out)
-        if at == 0:
-            first.wait(0.2)
-
-    monkeypatch.setattr(filling, "_read", late)
-    check = check_of(path)
-    read(check, [(0, 1000), (1000, 2000), (2000, CHUNK_BYTES)])
-    assert check.right == {0}
+def place_of(folder: Path, key: str) -> tuple[Path, int, int]:
+    for index, info in FileSystemReader(folder).read_metadata().storage_data.items():
+        if index.fqn == key:
+            return folder / info.relative_path, info.offset, info.offset + info.length
+    raise KeyError(key)
 
 
-def test_the_head_of_an_archive_counts(path: Path) -> None:
-    """It says what the elements are, and may lie in the chunk before theirs."""
-    check = check_of(path)
-    box = source(check, CHUNK_BYTES + 64, CHUNK_BYTES + 100)
-    with BoxReader(0, threads=2) as reader:
-        whole = (CHUNK_BYTES - 500, CHUNK_BYTES + 100)
-        reader.read(replace(box, archive=whole), torch.zeros(36, dtype=torch.uint8))
-    assert check.used == {0, 1}
-    flip(path, CHUNK_BYTES - 100)
-    with pytest.raises(CheckpointError, match=r"bytes \[0, 4096\)"):
-        settle.compare_rest([check])
+class Into(DefaultLoadPlanner):
+    """Reads into one tensor, whatever is asked for."""
+
+    def __init__(self, target: torch.Tensor) -> None:
+        super().__init__()
+        self.target = target
+
+    def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+        return self.target
+
+
+def load_noting(target: torch.Tensor, folder: Path, comparison: Comparison) -> None:
+    reader = FileSystemReader(folder)
+    storage.take_over(reader)
+    with checked.noting(comparison.chunks):
+        state = {"b": torch.zeros(64, 256)}
+        load(state, storage_reader=reader, planner=Into(target), no_dist=True)
+
+
+@pytest.mark.parametrize("way", ["in place", "by torch", "coded"])
+def test_a_load_notes_what_it_reads(way: str, folder: tuple[Path, Comparison]) -> None:
+    """Also of a coded state, whose bytes are read only when the optimizer takes it."""
+    directory, comparison = folder
+    shard = CodedShard(64 * 256, may_be_partial=False)
+    target = {
+        "in place": torch.zeros(64, 256),
+        "by torch": torch.nn.Parameter(torch.zeros(64, 256), requires_grad=False),
+        "coded": shard.placeholder.view(64, 256),
+    }[way]
+    load_noting(target, directory, comparison)
+    assert bool(shard.reads) == (way == "coded")
+    assert noted(comparison.chunks) == used_by([place_of(directory, "b")[1:]])
+
+
+def test_the_head_and_the_tail_of_an_archive_count(folder: tuple[Path, Comparison]) -> None:
+    """They say what the elements are, and may lie in chunks beside theirs."""
+    directory, comparison = folder
+    path, start, end = place_of(directory, "b")
+    load_noting(torch.zeros(64, 256), directory, comparison)
+    for position in (start, end - 1):
+        flip(path, position)
+        with pytest.raises(CheckpointError, match="digest differs"):
+            comparison.finish()
+        flip(path, position)
+    comparison.finish()

@@ -3,7 +3,7 @@
 DCP reads straight into the parameters, so an error in the middle of a load leaves a model that is
 half the old and half the new one. What can be known beforehand is looked at beforehand: the files
 that Megatron writes last, each file's size and stamp, and with VIME_OPTIM_VERIFY=all every byte.
-By default bytes are compared with their digests while they are read (files/checked).
+With VIME_OPTIM_VERIFY=read what was read is compared with its digests afterwards.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import os
 import pickle
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import xxhash
 
@@ -25,7 +25,7 @@ from vime_optim import collectives, settings
 from vime_optim.commit.agreement import agree, describe, point
 from vime_optim.counters import counters
 from vime_optim.errors import CheckpointError, VimeOptimError, one_line, rebuild
-from vime_optim.files.checked import FileCheck
+from vime_optim.files.checked import ChunksRead
 from vime_optim.files.dcp_metadata import load_metadata
 from vime_optim.files.manifest import (
     MANIFEST_MARK,
@@ -33,12 +33,11 @@ from vime_optim.files.manifest import (
     Manifest,
     Problem,
     check_file,
-    checks_of,
     read_manifest,
+    verify_chunks,
     verify_files,
 )
 from vime_optim.files.plain import read_plain
-from vime_optim.files.settle import compare_rest, flags_of, settle
 
 _REFUSED = "this checkpoint is refused, nothing was changed"
 _thread = threading.local()
@@ -47,9 +46,12 @@ _NEXT = "load an older checkpoint; `vime-optim inspect` shows what is in this on
 _CONFIG_LIMIT_BYTES = 1 << 20
 _METADATA_LIMIT_BYTES = 1 << 30
 _SMALL = (".metadata", "common.pt", "metadata.json")
+_LEAST_CHUNK_BYTES = 1 << 16
+
+COMPARED = "bytes of checkpoint files compared with their digests"
 
 
-def check_before_load(directory: str, *, collective: bool = True) -> Checks:
+def check_before_load(directory: str, *, collective: bool = True) -> Comparison:
     """Raise on every rank when `directory` cannot be loaded as a whole.
 
     Args:
@@ -58,7 +60,7 @@ def check_before_load(directory: str, *, collective: bool = True) -> Checks:
             checks everything by itself.
 
     Returns:
-        What is compared while the load reads.
+        What is compared when the load has read.
 
     Raises:
         CheckpointError: the directory is unfinished, or a file is missing, cut, mixed up or
@@ -68,55 +70,67 @@ def check_before_load(directory: str, *, collective: bool = True) -> Checks:
     rank = torch.distributed.get_rank() if collective else 0
     share = torch.distributed.get_world_size() if collective else 1
     error: str | None = None
-    checks = Checks({}, 0)
+    comparison = Comparison(directory, None)
     try:
         error, manifest = _look(directory, rank, share)
-        if manifest is not None and settings.current().verify == "read":
-            mark = xxhash.xxh3_64_intdigest(manifest.save_id.encode())
-            checks = Checks(checks_of(directory, manifest), mark)
+        if settings.current().verify == "read":
+            comparison = Comparison(directory, manifest)
     except (OSError, CheckpointError) as caught:
         error = describe(caught)
     if collective:
-        values = [checks.mark]
+        values = [comparison.mark]
         [total] = agree(error, _REFUSED, directory, None, CheckpointError, _NEXT, values)
         # Ranks with other settings, or an old directory in a cache: each for itself.
-        checks.is_shared = (total - share * checks.mark) % (1 << 64) == 0
+        comparison.is_shared = (total - share * comparison.mark) % (1 << 64) == 0
     elif error is not None:
         raise CheckpointError(_REFUSED, where=directory, got=error, next_step=_NEXT)
-    return checks
+    return comparison
 
 
-@dataclass
-class Checks:
-    """The digests of a checkpoint that is loaded.
+class Comparison:
+    """What a load compares with the digests of its checkpoint.
 
     Attributes:
-        files: by absolute path; empty where there are none, or they are not asked for.
+        chunks: what it reads; None where nothing is compared: there is no manifest, it is not asked
+            for, or chunks are so small that a lying manifest asks for many reads of large ones.
         mark: tells ranks that compare the same from others.
         is_shared: all ranks load, and compare the same.
     """
 
-    files: dict[str, FileCheck]
-    mark: int
-    is_shared: bool = False
+    def __init__(self, directory: str, manifest: Manifest | None) -> None:
+        if manifest is not None and manifest.chunk_bytes < _LEAST_CHUNK_BYTES:
+            manifest = None
+        self._directory, self._manifest = directory, manifest
+        self.chunks = None if manifest is None else ChunksRead(directory, manifest)
+        self.mark = 0 if manifest is None else xxhash.xxh3_64_intdigest(manifest.save_id.encode())
+        self.is_shared = False
 
-    def settle(self) -> None:
-        """At the end of the load: compare the rest, counted over all ranks.
+    def finish(self) -> None:
+        """At the end of the load: compare each chunk that any rank has read from.
 
         Raises:
             CheckpointError: a chunk is not what was written.
         """
-        if not self.files:
+        if self._manifest is None or self.chunks is None:
             return
-        files = list(self.files.values())
-        if not self.is_shared:
-            compare_rest(files)
-            return
-        point()  # all have read, and all come to the next collective
-        flags = torch.from_numpy(flags_of(files)).to(collectives.device_of())
-        torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX)
-        rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        settle(files, flags.cpu().numpy(), rank, world)
+        flags, rank, ranks = self.chunks.flags, 0, 1
+        if self.is_shared:
+            point()  # all have read, and all come to the next collective
+            shared = torch.from_numpy(flags).to(collectives.device_of())
+            torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX)
+            flags = shared.cpu().numpy()
+            rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        chunks, chunk_bytes = self._manifest.chunks, self._manifest.chunk_bytes
+        used = [chunks[number] for number in np.flatnonzero(flags)]
+        for record, number in used:
+            counters[COMPARED] += min(chunk_bytes, record.size_bytes - number * chunk_bytes)
+        for problem in verify_chunks(self._directory, used[rank::ranks], chunk_bytes):
+            raise CheckpointError(
+                "the bytes of a checkpoint file are not those that were written (digest differs)",
+                where=os.path.join(self._directory, problem.file),
+                got=problem.place,
+                next_step="copy this file again from its source, or load an older checkpoint",
+            )
 
 
 @contextlib.contextmanager

@@ -35,6 +35,7 @@ CHUNK_BYTES = 64 << 20
 digest of an async save costs a turn of the interpreter's lock, as each write does."""
 
 _PIECE_BYTES = 8 << 20  # written, and handed to the digester, at a time: what a cache holds
+_READ_BYTES = 1 << 20
 _MOST_VIEWS = 512  # in one call; the kernel takes 1024
 _TRAILER_MAGIC = b"vime_optim file "
 STAMP_BYTES = 16
@@ -51,6 +52,10 @@ class FileRecord:
     """Random name of this very file, hex; also the last bytes of the file."""
     chunk_digests: bytes
     """xxh3-64 of each chunk of CHUNK_BYTES, 8 bytes each, big-endian."""
+
+    @property
+    def chunks(self) -> int:
+        return len(self.chunk_digests) // 8
 
 
 @dataclass(frozen=True)
@@ -218,13 +223,24 @@ def digest_file(
         chunk_bytes: of the manifest; CHUNK_BYTES when left out.
     """
     chunk_bytes = chunk_bytes or CHUNK_BYTES
-    digests = bytearray()
-    size = 0
-    with open(path, "rb") as file:
-        while chunk := file.read(chunk_bytes):
-            digests += xxhash.xxh3_64_digest(chunk)
-            size += len(chunk)
-    return FileRecord(name or Path(path).name, size, "", bytes(digests))
+    size = os.stat(path).st_size
+    starts = range(0, size, chunk_bytes)
+    digests = [digest_of(path, start, min(start + chunk_bytes, size)) for start in starts]
+    return FileRecord(name or Path(path).name, size, "", b"".join(digests))
+
+
+def digest_of(path: str | os.PathLike[str], start: int, end: int) -> bytes:
+    """xxh3-64 of a range of a file, or of what there is of it."""
+    state = xxhash.xxh3_64()
+    buffer = memoryview(bytearray(min(_READ_BYTES, end - start)))
+    with open(path, "rb", buffering=0) as file:
+        while start < end:
+            count = os.preadv(file.fileno(), [buffer[: end - start]], start)
+            if count <= 0:
+                break
+            state.update(buffer[:count])
+            start += count
+    return state.digest()
 
 
 def write_file(

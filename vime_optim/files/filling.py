@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from vime_optim.errors import CheckpointError
-from vime_optim.files.checked import FileCheck, Link
 from vime_optim.files.geometry import Box, Comb, combs, row_major
 from vime_optim.files.plain import unreadable
 
@@ -37,8 +36,6 @@ class Source:
         shape: the chunk's shape.
         offset: the box's first index in the chunk, along each axis.
         size: the box's length along each axis.
-        check: the digests of the file, where it has any that are to be compared.
-        archive: the first byte of what the chunk is stored as, and the one after its last.
     """
 
     path: str
@@ -48,12 +45,6 @@ class Source:
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     size: tuple[int, ...]
-    check: FileCheck | None = None
-    archive: tuple[int, int] = (0, 0)
-
-    @property
-    def where(self) -> str:
-        return f"{self.path}: {self.key}"
 
     @property
     def numel(self) -> int:
@@ -63,10 +54,6 @@ class Source:
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
-    @property
-    def box(self) -> Box:
-        return Box(self.offset, self.size)
-
     def span(self, box: Box) -> tuple[int, int]:
         """The bytes of the file from the first to the last element of a box of the chunk."""
         strides = row_major(self.shape)
@@ -74,10 +61,6 @@ class Source:
         last = first + sum((n - 1) * step for n, step in zip(box.size, strides, strict=True))
         itemsize = self.dtype.itemsize
         return self.start_bytes + first * itemsize, self.start_bytes + (last + 1) * itemsize
-
-    def is_one_run(self, box: Box) -> bool:
-        start, end = self.span(box)
-        return end - start == box.numel * self.dtype.itemsize
 
 
 def fill(
@@ -96,36 +79,6 @@ def fill(
         nbytes = comb.numel * itemsize
         _read_comb(descriptor, source, comb, out[done : done + nbytes])
         done += nbytes
-
-
-def fill_digesting(
-    link: Link,
-    descriptor: int,
-    source: Source,
-    strides: Sequence[int],
-    box: Box,
-    out: memoryview,
-) -> None:
-    """Read at once, then digest after the parts before it, each by one call: with 16 threads a turn
-    of the interpreter's lock costs more than a processor's cache saves."""
-    at, _ = source.span(box)
-    _read(descriptor, source, at, out)
-    link.begin(_gap(link))
-    link.digest(out)
-    link.end()
-
-
-def fill_rest(link: Link) -> None:
-    """Read what is missing of a chunk for its digest alone; runs in a thread."""
-    link.begin(_gap(link))
-    link.end()
-
-
-def _gap(link: Link) -> memoryview:
-    gap = memoryview(bytearray(link.gap_bytes))
-    if gap:
-        _read(link.chunk.descriptor, link.chunk.check, link.start, gap)
-    return gap
 
 
 def _read_comb(descriptor: int, source: Source, comb: Comb, out: memoryview) -> None:
@@ -150,15 +103,16 @@ def _read_comb(descriptor: int, source: Source, comb: Comb, out: memoryview) -> 
             )
 
 
-def _read(descriptor: int, what: Source | FileCheck, at: int, out: memoryview) -> None:
+def _read(descriptor: int, source: Source, at: int, out: memoryview) -> None:
+    where = f"{source.path}: {source.key}"
     done = 0
     while done < len(out):
         try:
             count = os.preadv(descriptor, [out[done:]], at + done)
         except OSError as error:
-            raise unreadable(what.where, error) from error
+            raise unreadable(where, error) from error
         if count <= 0:
-            raise ends_early(what.where, at + done, at + len(out))
+            raise ends_early(where, at + done, at + len(out))
         done += count
 
 

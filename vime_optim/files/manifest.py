@@ -16,7 +16,8 @@ import json
 import os
 import secrets
 import stat
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,8 +26,7 @@ from typing import Any
 import xxhash
 
 from vime_optim.errors import CheckpointError
-from vime_optim.files.checked import FileCheck, digest_of
-from vime_optim.files.fastfile import CHUNK_BYTES, FileRecord, digest_file, read_stamp
+from vime_optim.files.fastfile import CHUNK_BYTES, FileRecord, digest_file, digest_of, read_stamp
 from vime_optim.files.plain import read_plain, write_whole
 from vime_optim.files.reading import default_threads
 
@@ -38,47 +38,33 @@ _FORMAT = "vime_optim manifest"
 _VERSION = 1
 _MISSING = "the file is missing"
 _NOT_PLAIN = "no plain file any more"
+DIFFERS = "the bytes are not those that were written (digest differs)"
 _LIMIT_BYTES = 1 << 30
 _MOST_CHUNK_BYTES = 1 << 28
-
-
-@dataclass(frozen=True)
-class Item:
-    """One item of DCP in a file: `key`, where in the file (bytes), where in the tensor."""
-
-    key: str
-    offset: int
-    length: int
-    tensor_offsets: tuple[int, ...] | None = None
-
-    def __str__(self) -> str:
-        where = "" if self.tensor_offsets is None else f" at {list(self.tensor_offsets)}"
-        return self.key + where
 
 
 def keys_in(directory: str | os.PathLike[str], name: str, start: int, end: int) -> tuple[str, ...]:
     """What bytes [start, end) of a file hold, as `.metadata` says; nothing where it does not."""
     path = Path(directory) / ".metadata"
     try:
-        changed_ns = path.stat().st_mtime_ns
-        items = _items_of(path, changed_ns).get(name, ())
+        held = _items_of(path, path.stat().st_mtime_ns).get(name, ())
     except (OSError, CheckpointError):
         return ()
-    return tuple(str(i) for i in items if i.offset < end and i.offset + i.length > start)
+    return tuple(key for first, last, key in held if first < end and last > start)
 
 
 @functools.lru_cache(maxsize=1)
-def _items_of(path: Path, changed_ns: int) -> dict[str, list[Item]]:
-    """The items of each file, in file order. Damage is found piece by piece: it is read once."""
+def _items_of(path: Path, changed_ns: int) -> dict[str, list[tuple[int, int, str]]]:
+    """(first byte, end, key) of the items of each file, in file order. Damage is found piece by
+    piece: `.metadata` is read once."""
     from vime_optim.files.dcp_metadata import load_metadata
 
-    items: dict[str, list[Item]] = {}
+    items: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
     for index, info in load_metadata(read_plain(path, _LIMIT_BYTES)).storage_data.items():
-        offsets = None if index.offset is None else tuple(index.offset)
-        item = Item(index.fqn, info.offset, info.length, offsets)
-        items.setdefault(info.relative_path, []).append(item)
+        key = index.fqn if index.offset is None else f"{index.fqn} at {list(index.offset)}"
+        items[info.relative_path].append((info.offset, info.offset + info.length, key))
     for held in items.values():
-        held.sort(key=lambda item: item.offset)
+        held.sort()
     return items
 
 
@@ -92,6 +78,11 @@ class Manifest:
 
     def add(self, record: FileRecord) -> None:
         self.records[record.name] = record
+
+    @property
+    def chunks(self) -> list[tuple[FileRecord, int]]:
+        """What digests cover: each a file's record, and the number of the chunk in the file."""
+        return [(r, number) for r in self.records.values() for number in range(r.chunks)]
 
     def write(self, directory: str | os.PathLike[str]) -> None:
         """Write it whole or not at all, and bring it to stable storage."""
@@ -146,7 +137,7 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest | None:
             raise ValueError("chunks of no bytes")
         if type(manifest.save_id) is not str:
             raise TypeError("the save's id")
-        for name, values in body["files"].items():
+        for name, values in sorted(body["files"].items()):
             manifest.add(_record_of(name, values, manifest.chunk_bytes))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
@@ -199,15 +190,15 @@ class Problem:
     keys: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        span = f" bytes [{self.start}, {self.end})" if self.end else ""
-        return f"{self.file}{span}{_holding(self.keys)}: {self.what}"
+        return f"{self.file} {self.place}".rstrip() + f": {self.what}"
 
-
-def _holding(keys: Sequence[str]) -> str:
-    if not keys:
-        return ""
-    more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
-    return f" holding {', '.join(keys[:3])}{more}"
+    @property
+    def place(self) -> str:
+        """The range in bytes, and what it holds."""
+        span = [f"bytes [{self.start}, {self.end})"] if self.end else []
+        more = f" and {len(self.keys) - 3} more" if len(self.keys) > 3 else ""
+        held = [f"holding {', '.join(self.keys[:3])}{more}"] if self.keys else []
+        return " ".join([*span, *held])
 
 
 @dataclass(frozen=True)
@@ -244,10 +235,7 @@ def check_file(directory: str | os.PathLike[str], record: FileRecord) -> list[Pr
     size = status.st_size
     if size != record.size_bytes:
         what = f"the file has {size} bytes, {record.size_bytes} were written"
-        ends = sorted((size, record.size_bytes))
-        return [
-            Problem(record.name, what, ends[0], size + 1, keys_in(directory, record.name, *ends))
-        ]
+        return problem(what, *sorted((size, record.size_bytes)))
     if record.stamp and (stamp := read_stamp(path)) != record.stamp:
         return problem(
             "another file under this name, or of another save:"
@@ -263,7 +251,7 @@ def verify_files(
     part: int = 0,
     parts: int = 1,
 ) -> list[Problem]:
-    """Read files whole, by several threads and a megabyte at a time, and compare their digests.
+    """Read files whole, and compare their digests.
 
     Args:
         part, parts: read every `parts`-th chunk of the files together, beginning with number
@@ -276,46 +264,32 @@ def verify_files(
         found = check_file(directory, record)
         if number % parts == part:
             problems += found
-        chunks = len(record.chunk_digests) // 8
         if not any(p.what in (_MISSING, _NOT_PLAIN) for p in found):
-            wanted += [(record, at) for at in range(chunks) if (counted + at) % parts == part]
-        counted += chunks
+            wanted += [(record, n) for n in range(record.chunks) if (counted + n) % parts == part]
+        counted += record.chunks
+    return problems + verify_chunks(directory, wanted, chunk_bytes)
+
+
+def verify_chunks(
+    directory: str | os.PathLike[str],
+    chunks: Iterable[tuple[FileRecord, int]],
+    chunk_bytes: int = CHUNK_BYTES,
+) -> list[Problem]:
+    """Read chunks of files, each a record and the chunk's number in its file, by several threads
+    and a megabyte at a time, and compare their digests."""
+
+    def problem_of(chunk: tuple[FileRecord, int]) -> Problem | None:
+        record, number = chunk
+        start = number * chunk_bytes
+        end = min(start + chunk_bytes, record.size_bytes)
+        digest = digest_of(Path(directory) / record.name, start, end)
+        if digest == record.chunk_digests[8 * number :][:8]:
+            return None
+        keys = keys_in(directory, record.name, start, end)
+        return Problem(record.name, DIFFERS, start, end, keys)
+
     with ThreadPoolExecutor(default_threads(), thread_name_prefix="vime_optim verify") as pool:
-        step = functools.partial(_verify_chunk, Path(directory), chunk_bytes)
-        problems += [problem for problem in pool.map(step, wanted) if problem is not None]
-    return problems
-
-
-def _verify_chunk(
-    directory: Path, chunk_bytes: int, wanted: tuple[FileRecord, int]
-) -> Problem | None:
-    record, number = wanted
-    start = number * chunk_bytes
-    end = min(start + chunk_bytes, record.size_bytes)
-    if digest_of(directory / record.name, start, end) == record.chunk_digests[8 * number :][:8]:
-        return None
-    what = "the bytes are not those that were written (digest differs)"
-    return Problem(record.name, what, start, end, keys_in(directory, record.name, start, end))
-
-
-_LEAST_CHUNK_BYTES = 1 << 16  # a lying manifest must not make many small reads of large ones
-
-
-def checks_of(directory: str | os.PathLike[str], manifest: Manifest) -> dict[str, FileCheck]:
-    """What a load compares while it reads, by absolute path."""
-    if manifest.chunk_bytes < _LEAST_CHUNK_BYTES:
-        return {}
-
-    def name_keys(name: str, start: int, end: int) -> str:
-        return _holding(keys_in(directory, name, start, end))
-
-    checks = {}
-    for name, record in sorted(manifest.records.items()):
-        path = os.path.abspath(os.path.join(directory, name))
-        digests = record.chunk_digests
-        named = functools.partial(name_keys, name)
-        checks[path] = FileCheck(path, record.size_bytes, manifest.chunk_bytes, digests, named)
-    return checks
+        return [problem for problem in pool.map(problem_of, chunks) if problem is not None]
 
 
 def verify_directory(

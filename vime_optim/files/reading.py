@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
 
-from vime_optim.files.checked import ChunkLinks, FileCheck, Link
 from vime_optim.files.cores import own_cores
-from vime_optim.files.filling import Source, fill, fill_digesting, fill_rest
-from vime_optim.files.geometry import Box, row_major, tiles, whole
+from vime_optim.files.filling import Source, fill
+from vime_optim.files.geometry import row_major, tiles
 from vime_optim.files.plain import require_plain, unreadable
 
 PIECE_BYTES = 8 << 20
@@ -65,7 +64,6 @@ class BoxReader:
 
     def __init__(self, total_bytes: int, threads: int | None = None) -> None:
         self._threads = threads or default_threads()
-        self._total_bytes = total_bytes
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="vime-read")
         self._files: dict[str, int] = {}
         self._entries: deque[_Entry] = deque()
@@ -74,7 +72,6 @@ class BoxReader:
         self._slot_bytes = wanted // self._slots_allowed & -4096
         self._free: dict[bool, deque[_Slot]] = {False: deque(), True: deque()}
         self._made = 0
-        self._chunks = ChunkLinks(total_bytes)
 
     def __enter__(self) -> BoxReader:
         return self
@@ -82,7 +79,6 @@ class BoxReader:
     def __exit__(self, kind: Any, *_: object) -> None:
         try:
             if kind is None:
-                self._end_chunk()
                 self.drain()
         finally:
             # Threads write into tensors of the caller: never leave before they ended.
@@ -99,7 +95,6 @@ class BoxReader:
         descriptor = self._files.get(path)
         if descriptor is None:
             if len(self._files) >= _MAX_FILES:
-                self._end_chunk()
                 self.drain()
                 self._close_files()
             try:
@@ -120,19 +115,12 @@ class BoxReader:
             done: called by the calling thread, here or in a later call, when `target` holds it.
         """
         descriptor = self.open(source.path)
-        if source.check is not None:
-            _, end = source.span(whole(source.shape))
-            source.check.use(source.archive[0], source.start_bytes)
-            source.check.use(end, source.archive[1])
-            source, target = _as_one_run(source, target)
         is_direct = target.dtype == source.dtype and target.device.type == "cpu"
         # What is not contiguous goes through a buffer, even if neither dtype nor device differs.
         needs_no_buffer = is_direct and target.is_contiguous()
         limit_bytes = PIECE_BYTES if needs_no_buffer else self._slot_bytes
-        if needs_no_buffer and source.check is not None and self._has_many(source.check):
-            limit_bytes = max(PIECE_BYTES, source.check.chunk_bytes)
         strides = row_major(source.shape)
-        for box in _pieces(source, limit_bytes // source.dtype.itemsize):
+        for box in tiles(source.size, limit_bytes // source.dtype.itemsize):
             part = target if box.size == source.size else target[box.slices]
             if is_direct and part.is_contiguous():
                 entry = _Entry(None)
@@ -142,38 +130,10 @@ class BoxReader:
                 assert entry.staged is not None
                 memory = entry.staged
             wanted = box.moved(source.offset)
-            link = self._link(descriptor, source, wanted)
-            words = (descriptor, source, strides, wanted, _bytes_of(memory))
-            self._submit(entry, link, *((fill_digesting, link) if link else (fill,)), *words)
+            out = _bytes_of(memory)
+            entry.future = self._pool.submit(fill, descriptor, source, strides, wanted, out)
+            self._entries.append(entry)
         self._entries.append(_Entry(None, done=done))
-
-    def _has_many(self, check: FileCheck) -> bool:
-        """Whether threads have chunks of their own to read and digest, with some to spare."""
-        return self._total_bytes >= 4 * self._threads * check.chunk_bytes
-
-    def _submit(self, entry: _Entry, link: Link | None, call: Any, *arguments: Any) -> None:
-        entry.future = self._pool.submit(call, *arguments)
-        self._entries.append(entry)
-        if link is not None:
-            link.chunk.last = entry.future
-
-    def _link(self, descriptor: int, source: Source, box: Box) -> Link | None:
-        """How a piece is to be compared. What comes in parts is left to the end of the load."""
-        check = source.check
-        if check is None:
-            return None
-        start, end = source.span(box)
-        check.use(start, end)
-        if not source.is_one_run(box) or end > check.end_of(start // check.chunk_bytes):
-            return None
-        if self._chunks.is_elsewhere(check, start):
-            self._end_chunk()
-        return self._chunks.link(check, descriptor, start, end)
-
-    def _end_chunk(self) -> None:
-        link = self._chunks.rest()
-        if link is not None:
-            self._submit(_Entry(None), link, fill_rest, link)
 
     def drain(self) -> None:
         """Wait for everything that was started."""
@@ -247,29 +207,3 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous host tensor; strides of axes of length one may be anything."""
     flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
     return flat.numpy().data
-
-
-def _as_one_run(source: Source, target: torch.Tensor) -> tuple[Source, torch.Tensor]:
-    """The same box as one axis, where it lies in one run in the file and in memory: its pieces may
-    then end where a digest's chunk does."""
-    if not source.numel or not target.is_contiguous() or not source.is_one_run(source.box):
-        return source, target
-    start, _ = source.span(source.box)
-    size = (source.numel,)
-    flat = replace(source, start_bytes=start, shape=size, offset=(0,), size=size)
-    return flat, target.as_strided(size, (1,))
-
-
-def _pieces(source: Source, limit_elem: int) -> Iterator[Box]:
-    """Tiles of a box, none of which reaches over the end of a digest's chunk if it is one run."""
-    if source.check is None or len(source.size) != 1:
-        yield from tiles(source.size, limit_elem)
-        return
-    chunk_elem = source.check.chunk_bytes // source.dtype.itemsize
-    first_elem = source.span(source.box)[0] // source.dtype.itemsize
-    done = 0
-    while done < source.size[0]:
-        room = chunk_elem - (first_elem + done) % chunk_elem
-        count = min(limit_elem, room, source.size[0] - done)
-        yield Box((done,), (count,))
-        done += count

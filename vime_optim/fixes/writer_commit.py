@@ -22,7 +22,7 @@ from typing import Any
 
 from vime_optim.commit import agreement, load_check, sessions
 from vime_optim.errors import CheckpointError, WriterError
-from vime_optim.files.checked import comparing
+from vime_optim.files.checked import noting
 from vime_optim.fixes.places import LOAD, NVRX, SAVE, STRATEGIES
 from vime_optim.probe import missing_parameters, source_of
 from vime_optim.registry import (
@@ -104,10 +104,10 @@ def whole_or_refused(call: Call, operation: agreement.Operation | None, hit: Hit
     """
     hit()
     directory = str(call["checkpoint_dir"])
-    checks = load_check.check_before_load(directory, collective=operation is not None)
-    with comparing(checks.files):
+    comparison = load_check.check_before_load(directory, collective=operation is not None)
+    with noting(comparison.chunks):
         yield
-    checks.settle()
+    comparison.finish()
 
 
 def _wrap_collective(original: Any, hit: Hit) -> Any:

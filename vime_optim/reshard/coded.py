@@ -23,7 +23,6 @@ from vime_optim.errors import PlanError
 from vime_optim.files.filling import Source
 from vime_optim.files.geometry import combs, whole
 from vime_optim.files.reading import BoxReader
-from vime_optim.files.settle import compare_rest
 
 _DEFERS = "_vime_optim_defers"
 
@@ -181,8 +180,6 @@ def load_shards(
             shard.read_into(boxes, flat)
             take(flat)
             shard.release()
-    checks = {read.source.check for shard, _, _ in ordered for read in shard.reads} - {None}
-    compare_rest([check for check in checks if check is not None])
 
 
 class _Memory:

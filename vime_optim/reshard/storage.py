@@ -16,9 +16,10 @@ import torch
 
 from vime_optim.counters import counters
 from vime_optim.errors import CheckpointError
-from vime_optim.files.checked import check_of
+from vime_optim.files import checked
 from vime_optim.files.filling import Source, ends_early
 from vime_optim.files.frames import Layouts
+from vime_optim.files.geometry import Box, whole
 from vime_optim.files.items import FileWindow, ImpossibleTensor, audit_item
 from vime_optim.files.plain import no_archive
 from vime_optim.files.reading import BoxReader
@@ -75,7 +76,7 @@ def read_data(reader: Any, original: Any, plan: Any, planner: Any) -> Any:
         _read_by_torch(reader, original, plan, planner, item)
     try:
         for item in others:
-            _use(reader, item)
+            _note_whole(reader, item)
         return original(replace(plan, items=others), planner)
     except Exception:
         for item in others:  # which one was it?
@@ -116,22 +117,15 @@ def _locate(reader: Any, boxes: BoxReader, layouts: Layouts, item: Any) -> Sourc
         raise
     except CheckpointError:
         return None  # torch may know how to read it, and says so where it does not
-    offset, size = tuple(item.storage_offsets), tuple(item.lengths)
-    if layout.strides_elem is not None or not len(layout.shape) == len(offset) == len(size):
+    box = Box(tuple(item.storage_offsets), tuple(item.lengths))
+    if layout.strides_elem is not None or not box.is_within(layout.shape):
         return None
-    if any(o + n > whole for o, n, whole in zip(offset, size, layout.shape, strict=True)):
-        return None
-    place = (info.offset, info.offset + info.length)
-    where = (layout.start_bytes, layout.shape, offset, size)
-    return Source(path, key, layout.dtype, *where, check_of(path), place)
-
-
-def _use(reader: Any, item: Any) -> None:
-    """Note that torch's reader reads all of an item."""
-    info = reader.storage_data[item.storage_index]
-    check = check_of(os.fspath(reader.fs.concat_path(reader.path, info.relative_path)))
-    if check is not None:
-        check.use(info.offset, info.offset + info.length)
+    place = (layout.start_bytes, layout.shape, box.offset, box.size)
+    source = Source(path, key, layout.dtype, *place)
+    checked.note(path, info.offset, layout.start_bytes)
+    checked.note(path, *source.span(box))
+    checked.note(path, source.span(whole(layout.shape))[1], info.offset + info.length)
+    return source
 
 
 def _start(boxes: BoxReader, source: Source, item: Any, planner: Any) -> bool:
@@ -150,11 +144,17 @@ def _start(boxes: BoxReader, source: Source, item: Any, planner: Any) -> bool:
     return True
 
 
-def _read_by_torch(reader: Any, original: Any, plan: Any, planner: Any, item: Any) -> None:
-    counters[_TORCH_READ] += 1
-    _use(reader, item)
+def _note_whole(reader: Any, item: Any) -> tuple[str, Any]:
+    """Note that torch's reader reads all of an item. Returns the file and the place in it."""
     info = reader.storage_data[item.storage_index]
     path = os.fspath(reader.fs.concat_path(reader.path, info.relative_path))
+    checked.note(path, info.offset, info.offset + info.length)
+    return path, info
+
+
+def _read_by_torch(reader: Any, original: Any, plan: Any, planner: Any, item: Any) -> None:
+    counters[_TORCH_READ] += 1
+    path, info = _note_whole(reader, item)
     if not getattr(info, "transform_descriptors", None):
         _audit(path, info, item.storage_index.fqn)
     _ask_torch(reader, original, plan, planner, item)
