@@ -31,7 +31,7 @@ TABLE = (
     ("megatron.core.models.gpt.gpt_model", "GPTModel.sharded_state_dict", "plan"),
     (_DISTRIBUTED, "DistributedOptimizer.get_parameter_state_dp_zero", "gather"),
     (_DISTRIBUTED, "DistributedOptimizer.get_parameter_state_dp_reshardable", "plan"),
-    ("vime_optim.fixes.gather_free", "build_param_state", "plan"),
+    ("vime_optim.reshard.engine", "build_param_state", "plan"),
     ("gc", "collect", "garbage"),
     # Saving. Functions that a module imported by name are listed where they are called too.
     (f"{_DCP}.serialization", "save_preprocess", "plan"),

@@ -9,15 +9,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from vime_optim.errors import InstallError
-from vime_optim.probe import has_patch, missing_parameters
+from vime_optim.probe import describe_foreign_layer, has_patch, missing_parameters
 
 Hit = Callable[[], None]
 """Called where a fault would have struck; counts for status()."""
 Wrap = Callable[[Callable[..., Any], Hit], Callable[..., Any]]
 """Makes a replacement from the original function and the counter of its fix."""
+Body = TypeVar("Body", bound=Callable[..., Any])
+"""A replacement as `Fix.wraps` takes it: called with original, hit, and the call's arguments."""
+Diagnose = Callable[[ModuleType, Any], "Diagnosis"]
+"""Looks at a module and the function in it, and says whether the fix is needed there."""
 On = Mapping[str, Hit]
 """Fixes in force that have a step in one function, by id."""
 Call = dict[str, Any]
@@ -58,7 +62,12 @@ def not_understood(reason: str) -> Diagnosis:
     return Diagnosis(Verdict.NOT_UNDERSTOOD, reason)
 
 
-def takes(*names: str) -> Callable[[ModuleType, Any], Diagnosis]:
+def always(module: ModuleType, original: Any) -> Diagnosis:
+    """A diagnosis: needed wherever the target is."""
+    return NEEDED
+
+
+def takes(*names: str) -> Diagnose:
     """A diagnosis: needed, as long as the target has these parameters."""
 
     def diagnose(module: ModuleType, original: Any) -> Diagnosis:
@@ -68,7 +77,7 @@ def takes(*names: str) -> Callable[[ModuleType, Any], Diagnosis]:
     return diagnose
 
 
-def unless_patched(patch: str, *names: str) -> Callable[[ModuleType, Any], Diagnosis]:
+def unless_patched(patch: str, *names: str) -> Diagnose:
     """A diagnosis: needed, unless the target carries this patch of ours (patches/)."""
 
     def diagnose(module: ModuleType, original: Any) -> Diagnosis:
@@ -77,6 +86,16 @@ def unless_patched(patch: str, *names: str) -> Callable[[ModuleType, Any], Diagn
         return takes("self", *names)(module, original)
 
     return diagnose
+
+
+def left_to_others(diagnose: Diagnose) -> Diagnose:
+    """A diagnosis: as given, but what somebody else's code replaced or wrapped is left alone."""
+
+    def look(module: ModuleType, original: Any) -> Diagnosis:
+        foreign = describe_foreign_layer(original, module)
+        return fixed_upstream(f"left to {foreign}") if foreign else diagnose(module, original)
+
+    return look
 
 
 _OPTIONAL_PACKAGES = ("nvidia_resiliency_ext", "nemo_rl")
@@ -99,7 +118,7 @@ class Target:
     module: str
     name: str
     wrap: Wrap | str
-    diagnose: Callable[[ModuleType, Any], Diagnosis] = lambda module, original: NEEDED
+    diagnose: Diagnose = always
     optional: bool = False
 
     @property
@@ -112,7 +131,19 @@ class Target:
         return f"{self.module}.{self.name}"
 
 
-@dataclass(frozen=True)
+def around(body: Callable[..., Any]) -> Wrap:
+    """The wrap whose replacements call `body(original, hit, ...)` with the call's arguments."""
+
+    def wrap(original: Callable[..., Any], hit: Hit) -> Callable[..., Any]:
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return body(original, hit, *args, **kwargs)
+
+        return replacement
+
+    return wrap
+
+
+@dataclass(eq=False)
 class Fix:
     """A named change that ends one or more faults. In force whole or not at all.
 
@@ -120,6 +151,7 @@ class Fix:
     alone. When those in Megatron are off, they are off, too.
 
     Attributes:
+        targets: steps in functions that several fixes share; `wraps` adds what it decorates.
         requires: fixes without which this one is off.
         after: fixes whose wrappers lie below this one's, where both wrap the same attribute.
     """
@@ -127,9 +159,34 @@ class Fix:
     id: str
     faults: tuple[str, ...]
     summary: str
-    targets: tuple[Target, ...]
+    targets: tuple[Target, ...] = ()
     requires: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
+
+    def wraps(
+        self,
+        place: str,
+        names: str | tuple[str, ...],
+        diagnose: Diagnose = always,
+        optional: bool = False,
+    ) -> Callable[[Body], Body]:
+        """Replace functions of Megatron by the one that follows, which gets the original and the
+        hit counter before the call's own arguments.
+
+        Args:
+            place: the module, or 'module:Class'.
+            names: of the functions there; each is a target.
+            diagnose, optional: of each target; see `Target`.
+        """
+        module, _, owner = place.partition(":")
+
+        def add(body: Body) -> Body:
+            for name in (names,) if isinstance(names, str) else names:
+                path = f"{owner}.{name}" if owner else name
+                self.targets += (Target(module, path, around(body), diagnose, optional),)
+            return body
+
+        return add
 
 
 def select(fixes: Sequence[Fix], skip: Sequence[str], only: Sequence[str]) -> frozenset[str]:

@@ -8,6 +8,7 @@ import pytest
 
 from vime_optim.fixes import canonical_master
 from vime_optim.optimizer.record import record_of
+from vime_optim.registry import around
 
 
 class Optimizer:
@@ -21,7 +22,7 @@ class Optimizer:
 
 def test_states_are_canonical_within_the_gathering_alone() -> None:
     hits: list[int] = []
-    gather = canonical_master._wrap_gather(
+    gather = around(canonical_master._gather)(
         Optimizer.get_parameter_state_dp_zero, lambda: hits.append(1)
     )
     one, other = Optimizer(), Optimizer()

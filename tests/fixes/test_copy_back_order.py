@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vime_optim.fixes import copy_back_order
-from vime_optim.registry import Verdict
+from vime_optim.registry import Verdict, around
 
 
 class Stream:
@@ -58,13 +58,13 @@ def waits_otherwise(self: Any) -> None: ...
     ],
 )
 def test_the_code_is_looked_at(method: Any, verdict: Verdict) -> None:
-    assert copy_back_order._diagnose_copy_back(sys.modules[__name__], method).verdict is verdict
+    assert copy_back_order._diagnose(sys.modules[__name__], method).verdict is verdict
 
 
 def test_a_step_on_the_host_is_followed_by_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: "main")
     hybrid = Hybrid()
-    copy_back_order._wrap_copy_back(
+    around(copy_back_order._copy_back)(
         Hybrid._register_param_copy_back_gpu_hook, lambda: hybrid.log.append("hit")
     )(hybrid)
     assert hybrid.log == ["hit", "registered"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from vime_optim.fixes import fine_tune
-from vime_optim.registry import Verdict
+from vime_optim.registry import Verdict, around
 
 
 class Hybrid(torch.optim.SGD):
@@ -47,7 +47,9 @@ class Optimizer:
 def test_megatrons_masters_come_first_and_the_copies_follow(state_dict: Any) -> None:
     optimizer = Optimizer()
     inner = optimizer.optimizer
-    fine_tune._wrap(Optimizer.copy, lambda: None)(optimizer, *([state_dict] if state_dict else []))
+    around(fine_tune._copy_params)(Optimizer.copy, lambda: None)(
+        optimizer, *([state_dict] if state_dict else [])
+    )
     assert optimizer.seen == [(inner.param_groups, [["a", "b"]], state_dict)]
     assert optimizer.optimizer is inner
     assert inner.refreshed == 1
@@ -57,7 +59,7 @@ def test_an_error_leaves_the_optimizer_as_it_was() -> None:
     optimizer = Optimizer()
     inner = optimizer.optimizer
     with pytest.raises(LookupError):
-        fine_tune._wrap(Optimizer.copy, lambda: None)(optimizer, "bad")
+        around(fine_tune._copy_params)(Optimizer.copy, lambda: None)(optimizer, "bad")
     assert optimizer.optimizer is inner
     assert inner.refreshed == 0
 

@@ -10,6 +10,7 @@ from vime_optim.commit import loading
 from vime_optim.errors import OptimizerStateError
 from vime_optim.fixes import half_loaded
 from vime_optim.fixes.sharding import ShardedOptimizerState
+from vime_optim.registry import around
 
 
 class Optimizer:
@@ -28,11 +29,11 @@ class Chain:
 
 
 STEP, SAVE, TAKE = (
-    wrap(method, lambda: None)
-    for wrap, method in (
-        (half_loaded._wrap_step, Optimizer.step_with_ready_grads),
-        (half_loaded._wrap_state, Optimizer.sharded_state_dict),
-        (half_loaded._wrap_load_state_dict, Optimizer.load_state_dict),
+    around(body)(method, lambda: None)
+    for body, method in (
+        (half_loaded._step, Optimizer.step_with_ready_grads),
+        (half_loaded._sharded_state_dict, Optimizer.sharded_state_dict),
+        (half_loaded._load_state_dict, Optimizer.load_state_dict),
     )
 )
 

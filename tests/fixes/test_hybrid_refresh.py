@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from vime_optim.fixes import hybrid_refresh
+from vime_optim.registry import around
 
 
 class Hybrid:
@@ -33,7 +34,7 @@ class Hybrid:
 
 
 def refresh(hybrid: Any) -> None:
-    hybrid_refresh._wrap_refresh_masters(None, lambda: None)(hybrid)
+    around(hybrid_refresh._refresh_masters)(None, lambda: None)(hybrid)
 
 
 def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> list[bool]:

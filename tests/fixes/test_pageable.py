@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from vime_optim.fixes import pageable
+from vime_optim.registry import around
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +30,7 @@ def test_what_cannot_be_pinned_is_given_back_and_said_once(monkeypatch: pytest.M
 
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        first, second = pageable._wrap_split_groups(split, lambda: None)(None)
+        first, second = around(pageable._split_groups)(split, lambda: None)(None)
     assert first is held is second
     assert len(said) == 1
     assert "no such memory)" in str(said[0].message)
@@ -49,7 +50,7 @@ class Hybrid:
 
 
 def test_gradients_are_copied_again_without_pinning() -> None:
-    wrapped = pageable._wrap_set_grads(Hybrid.set_grads, lambda: None)
+    wrapped = around(pageable._set_grads)(Hybrid.set_grads, lambda: None)
     hybrid = Hybrid(always=False)
     with pytest.warns(UserWarning, match="cannot be pinned"):
         wrapped(hybrid)

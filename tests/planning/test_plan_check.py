@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner import (
 
 from vime_optim.fixes import planning as fix
 from vime_optim.planning import global_check, overlap
+from vime_optim.registry import around
 
 PROPERTIES = TensorProperties(dtype=torch.float32)
 
@@ -129,8 +130,8 @@ def test_replacement_answers_as_torch_does(tensor):
     shape, pieces = tensor
     plans = plans_of(shape, [(i % 2, *piece) for i, piece in enumerate(pieces)], 2)
     metadata = metadata_of(plans)
-    new = fix._wrap_validate(default_planner._validate_global_plan, lambda: None)
-    old = fix._wrap_validate(old_validate, lambda: None)
+    new = around(fix._validate_global_plan)(default_planner._validate_global_plan, lambda: None)
+    old = around(fix._validate_global_plan)(old_validate, lambda: None)
     theirs = errors_of_torch(plans, metadata)
     answer = default_planner._validate_global_plan(plans, metadata)
     assert type(new(plans, metadata)) is type(answer)
@@ -186,7 +187,7 @@ def test_what_is_strange_goes_to_torch():
         all_good = False
         return all_good
 
-    assert fix._wrap_validate(validate, lambda: None)(plans, metadata) is False
+    assert around(fix._validate_global_plan)(validate, lambda: None)(plans, metadata) is False
     assert asked == [set(verdict.unproved)]
 
 

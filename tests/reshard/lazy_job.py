@@ -33,10 +33,9 @@ def save(payload: dict[str, Any]) -> dict[str, Any]:
 
 def _measure_build(seen: dict[str, int], ledger: Any) -> None:
     """Device memory that is allocated while param state is built, in bytes."""
-    from vime_optim.fixes import gather_free
     from vime_optim.reshard import engine
 
-    build, view = gather_free.build_param_state, engine._view
+    build, view = engine.build_param_state, engine._view
 
     def measured(*args: Any, **kwargs: Any) -> Any:
         before = ledger.current_bytes
@@ -49,5 +48,5 @@ def _measure_build(seen: dict[str, int], ledger: Any) -> None:
         seen["made"] += 1
         return view(*args)
 
-    gather_free.build_param_state = measured
+    engine.build_param_state = measured
     engine._view = counted_view

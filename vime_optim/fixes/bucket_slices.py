@@ -20,8 +20,8 @@ import torch
 
 from vime_optim import collectives
 from vime_optim.errors import OptimizerStateError
-from vime_optim.fixes.places import DISTRIBUTED
-from vime_optim.registry import Fix, Hit, Target, takes
+from vime_optim.fixes.places import DISTRIBUTED_OPTIMIZER
+from vime_optim.registry import Fix, Hit, takes
 
 _START, _END = "gbuf_local_start", "gbuf_local_end"
 _PARAM_ALIGN_NUMEL = 64
@@ -31,29 +31,32 @@ Entry = dict[str, Any]
 Dtypes = Mapping[str, torch.dtype]
 
 
-def _wrap(original: Any, hit: Hit) -> Any:
-    def get_parameter_state_dp_reshardable(self: Any) -> Any:
-        state = original(self)
-        hit()
-        lay_out_padding(self, state)
-        return state
-
-    return get_parameter_state_dp_reshardable
+FIX = Fix(
+    id="bucket-slices",
+    faults=("F22",),
+    summary="dp_reshardable is saved where padding crosses the ranks' slices of a bucket",
+)
 
 
-def _wrap_sharded(original: Any, hit: Hit) -> Any:
-    def sharded_param_state_dp_reshardable(self: Any, *args: Any, **kwargs: Any) -> Any:
-        state = original(self, *args, **kwargs)
-        for index in range(len(self.gbuf_ranges)):
-            for dtype, buckets in state[index].items():
-                # Megatron's load takes lists apart and loses a bucket without tensors; a dict it
-                # puts together by key.
-                if isinstance(buckets, list) and not all(map(_has_tensors, buckets)):
-                    hit()
-                    state[index][dtype] = dict(enumerate(buckets))
-        return state
+@FIX.wraps(DISTRIBUTED_OPTIMIZER, "get_parameter_state_dp_reshardable", takes("self"))
+def _param_state(original: Any, hit: Hit, self: Any) -> Any:
+    state = original(self)
+    hit()
+    lay_out_padding(self, state)
+    return state
 
-    return sharded_param_state_dp_reshardable
+
+@FIX.wraps(DISTRIBUTED_OPTIMIZER, "sharded_param_state_dp_reshardable", takes("self"))
+def _sharded(original: Any, hit: Hit, self: Any, *args: Any, **kwargs: Any) -> Any:
+    state = original(self, *args, **kwargs)
+    for index in range(len(self.gbuf_ranges)):
+        for dtype, buckets in state[index].items():
+            # Megatron's load takes lists apart and loses a bucket without tensors; a dict it
+            # puts together by key.
+            if isinstance(buckets, list) and not all(map(_has_tensors, buckets)):
+                hit()
+                state[index][dtype] = dict(enumerate(buckets))
+    return state
 
 
 def _has_tensors(entries: list[Entry]) -> bool:
@@ -129,24 +132,3 @@ def _agreed(dtypes: list[Dtypes], group: Any) -> list[Dtypes]:
         next((there[index] for there in everywhere if there[index]), own)
         for index, own in enumerate(dtypes)
     ]
-
-
-FIX = Fix(
-    id="bucket-slices",
-    faults=("F22",),
-    summary="dp_reshardable is saved where padding crosses the ranks' slices of a bucket",
-    targets=(
-        Target(
-            DISTRIBUTED,
-            "DistributedOptimizer.get_parameter_state_dp_reshardable",
-            _wrap,
-            takes("self"),
-        ),
-        Target(
-            DISTRIBUTED,
-            "DistributedOptimizer.sharded_param_state_dp_reshardable",
-            _wrap_sharded,
-            takes("self"),
-        ),
-    ),
-)

@@ -11,43 +11,21 @@ Remove when: Megatron decodes remainders in get_parameter_state_dp_zero.
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
-from vime_optim.fixes.places import DISTRIBUTED
+from vime_optim.fixes.places import DISTRIBUTED_OPTIMIZER
 from vime_optim.optimizer.record import canonical
-from vime_optim.probe import has_patch, missing_parameters
-from vime_optim.registry import NEEDED, Diagnosis, Fix, Hit, Target, fixed_upstream, not_understood
-
-
-def _wrap_gather(original: Any, hit: Hit) -> Any:
-    def get_parameter_state_dp_zero(self: Any, *args: Any, **kwargs: Any) -> Any:
-        hit()
-        with canonical(self):
-            return original(self, *args, **kwargs)
-
-    return get_parameter_state_dp_zero
-
-
-def _diagnose(module: ModuleType, original: Any) -> Diagnosis:
-    reason = missing_parameters(original, "self")
-    if reason:
-        return not_understood(reason)
-    if has_patch(original, "canonical-master"):
-        return fixed_upstream("patch 0005-canonical-master is there")
-    return NEEDED
-
+from vime_optim.registry import Fix, Hit, unless_patched
 
 FIX = Fix(
     id="canonical-master",
     faults=("F7",),
     summary="fully_reshardable holds float32 masters and moments, whatever the backend stores",
-    targets=(
-        Target(
-            DISTRIBUTED,
-            "DistributedOptimizer.get_parameter_state_dp_zero",
-            _wrap_gather,
-            _diagnose,
-        ),
-    ),
 )
+
+
+@FIX.wraps(DISTRIBUTED_OPTIMIZER, "get_parameter_state_dp_zero", unless_patched("canonical-master"))
+def _gather(original: Any, hit: Hit, self: Any, *args: Any, **kwargs: Any) -> Any:
+    hit()
+    with canonical(self):
+        return original(self, *args, **kwargs)

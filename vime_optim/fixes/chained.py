@@ -28,7 +28,6 @@ from vime_optim.optimizer.matching import match_groups
 from vime_optim.optimizer.stock_state import MARK
 from vime_optim.probe import missing_parameters
 from vime_optim.registry import NEEDED, Call, Diagnosis, Fix, Hit, Target, not_understood, takes
-from vime_optim.reshard.engine import ParamState
 from vime_optim.state_dicts import walk
 
 _OWN = ("param_state", "param_state_sharding_type", "grad_scaler")
@@ -91,6 +90,8 @@ def _takes_step_from_groups(optimizer: Any) -> bool:
 
 def _group_lists(state: Any) -> Iterator[list[dict[str, Any]]]:
     """The groups of optimizers that count steps, in whatever place the caller put them."""
+    from vime_optim.reshard.engine import ParamState
+
     for _, value in walk(state, leaves=ParamState):
         held = getattr(value, "data", value)  # a ShardedObject, where every stage writes its own
         if not isinstance(held, dict):

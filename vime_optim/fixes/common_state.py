@@ -24,34 +24,44 @@ import torch
 
 from vime_optim import state_dicts
 from vime_optim.errors import CheckpointError
-from vime_optim.fixes.places import SERIALIZATION
-from vime_optim.registry import Fix, Hit, Target, takes
+from vime_optim.fixes.places import SERIALIZATION, STRATEGIES
+from vime_optim.registry import Fix, Hit, takes
 
 _LIMIT_BYTES = 1 << 30
 _NO_WEIGHTS_ONLY = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 _thread = threading.local()
+_COMMON = f"{STRATEGIES}.common"
 
 
-def _wrap_load_common(original: Any, hit: Hit) -> Any:
-    def load_common(*args: Any, **kwargs: Any) -> Any:
-        from vime_optim.commit import load_check
+FIX = Fix(
+    id="common-state",
+    faults=("F2", "F9"),
+    summary="the common state is read under weights_only, without classes and stray steps",
+)
 
-        hit()
-        if getattr(_thread, "reading", False):  # one of the functions here calls another
-            return original(*args, **kwargs)
-        # Positional in a method and in a function alike: the directory is the last of the two.
-        directory = kwargs.get("checkpoint_dir", args[-1] if args else "")
-        stand_ins = _stand_ins(os.path.join(str(directory), "common.pt"))
-        with (
-            torch.serialization.safe_globals(stand_ins),
-            _read_under_weights_only(),
-            load_check.errors_of_ours(str(directory)),
-        ):
-            state = original(*args, **kwargs)
-        mend_common_state(state)
-        return state
 
-    return load_common
+@FIX.wraps(
+    f"{_COMMON}:TorchCommonLoadStrategy", "load_common", takes("checkpoint_dir"), optional=True
+)
+@FIX.wraps(_COMMON, "load_common", takes("checkpoint_dir"), optional=True)
+@FIX.wraps(SERIALIZATION, "load_common_state_dict", takes("checkpoint_dir"))
+def _load_common(original: Any, hit: Hit, *args: Any, **kwargs: Any) -> Any:
+    from vime_optim.commit import load_check
+
+    hit()
+    if getattr(_thread, "reading", False):  # one of the functions here calls another
+        return original(*args, **kwargs)
+    # Positional in a method and in a function alike: the directory is the last of the two.
+    directory = kwargs.get("checkpoint_dir", args[-1] if args else "")
+    stand_ins = _stand_ins(os.path.join(str(directory), "common.pt"))
+    with (
+        torch.serialization.safe_globals(stand_ins),
+        _read_under_weights_only(),
+        load_check.errors_of_ours(str(directory)),
+    ):
+        state = original(*args, **kwargs)
+    mend_common_state(state)
+    return state
 
 
 def _stand_ins(path: str) -> list[Any]:
@@ -155,28 +165,3 @@ def _require_only_steps(value: Any, path: str) -> None:
             expected="step counters alone, as trees with the `continue` patch leave them",
             next_step="inspect the checkpoint with `vime-optim inspect`; nothing was loaded",
         )
-
-
-_COMMON = "megatron.core.dist_checkpointing.strategies.common"
-
-FIX = Fix(
-    id="common-state",
-    faults=("F2", "F9"),
-    summary="the common state is read under weights_only, without classes and stray steps",
-    targets=(
-        Target(
-            _COMMON,
-            "TorchCommonLoadStrategy.load_common",
-            _wrap_load_common,
-            takes("checkpoint_dir"),
-            optional=True,
-        ),
-        Target(_COMMON, "load_common", _wrap_load_common, takes("checkpoint_dir"), optional=True),
-        Target(
-            SERIALIZATION,
-            "load_common_state_dict",
-            _wrap_load_common,
-            takes("checkpoint_dir"),
-        ),
-    ),
-)

@@ -17,18 +17,23 @@ from typing import Any
 
 import torch
 
-from vime_optim.fixes.places import HYBRID
-from vime_optim.registry import Fix, Hit, Target, takes
+from vime_optim.fixes.places import HYBRID_OPTIMIZER
+from vime_optim.registry import Fix, Hit, takes
+
+FIX = Fix(
+    id="device-gradients",
+    faults=("F28",),
+    summary="float32 parameters on the device are trained under CPU offload with PAO",
+    after=("pageable",),
+)
 
 
-def _wrap_set_grads(original: Any, hit: Hit) -> Any:
-    def set_sub_optimizer_grads(self: Any) -> None:
-        hit()
-        original(self)
-        if self.gpu_optimizer is not None and _hand_over_gradients(self):
-            _step_after(self.gpu_optimizer, torch.cuda.current_stream().record_event())
-
-    return set_sub_optimizer_grads
+@FIX.wraps(HYBRID_OPTIMIZER, "_set_sub_optimizer_grads", takes("self"))
+def _set_grads(original: Any, hit: Hit, self: Any) -> None:
+    hit()
+    original(self)
+    if self.gpu_optimizer is not None and _hand_over_gradients(self):
+        _step_after(self.gpu_optimizer, torch.cuda.current_stream().record_event())
 
 
 def _hand_over_gradients(hybrid: Any) -> bool:
@@ -54,19 +59,3 @@ def _step_after(device_optimizer: Any, copied: Any) -> None:
 
     # A hook, since torch replaces `step` on the class whenever it is not its own wrapper.
     handle = device_optimizer.register_step_pre_hook(wait)
-
-
-FIX = Fix(
-    id="device-gradients",
-    faults=("F28",),
-    summary="float32 parameters on the device are trained under CPU offload with PAO",
-    targets=(
-        Target(
-            HYBRID,
-            "HybridDeviceOptimizer._set_sub_optimizer_grads",
-            _wrap_set_grads,
-            takes("self"),
-        ),
-    ),
-    after=("pageable",),
-)

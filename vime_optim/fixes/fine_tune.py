@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import wrapt
 
-from vime_optim.fixes.places import DISTRIBUTED
+from vime_optim.fixes.places import DISTRIBUTED_OPTIMIZER
 from vime_optim.optimizer.fresh_state import ensure_state
 from vime_optim.optimizer.kinds import (
     has_buffers,
@@ -32,10 +32,17 @@ from vime_optim.optimizer.kinds import (
 from vime_optim.optimizer.refresh import is_trained, stays
 from vime_optim.optimizer.restoring import sync_moved_params, write_slot
 from vime_optim.optimizer.slots import master_slot
-from vime_optim.probe import has_patch, missing_parameters, source_of
-from vime_optim.registry import NEEDED, Diagnosis, Fix, Hit, Target, fixed_upstream, not_understood
+from vime_optim.probe import source_of
+from vime_optim.registry import NEEDED, Diagnosis, Fix, Hit, fixed_upstream, unless_patched
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+FIX = Fix(
+    id="fine-tune",
+    faults=("F12",),
+    summary="loading a model without its optimizer refreshes every master parameter",
+)
 
 
 class _Unmarked(wrapt.ObjectProxy):  # type: ignore[type-arg]
@@ -46,27 +53,33 @@ class _Unmarked(wrapt.ObjectProxy):  # type: ignore[type-arg]
         return torch.optim.Optimizer
 
 
-def _wrap(original: Any, hit: Hit) -> Any:
-    def copy_model_params_to_main_params(self: Any, state_dict: Any = None) -> None:
-        if not has_buffers(self):
-            original(self, *(() if state_dict is None else (state_dict,)))
-            return
-        hit()
-        inner = self.optimizer
-        if is_precision_aware(self):
-            _refresh_inner_masters(self, state_dict)
-            return
-        # Megatron's own masters first; it would skip them for a HybridDeviceOptimizer.
-        with _without_kept(self) if state_dict is None else nullcontext():
-            self.optimizer = _Unmarked(inner) if is_hybrid(inner) else inner
-            try:
-                original(self, *(() if state_dict is None else (state_dict,)))
-            finally:
-                self.optimizer = inner
-        if is_hybrid(inner):
-            inner.update_fp32_param_by_new_param()
+def _diagnose(module: ModuleType, original: Any) -> Diagnosis:
+    found = unless_patched("fine-tune", "state_dict")(module, original)
+    returns_early = ("update_fp32_param_by_new_param", "use_precision_aware_optimizer")
+    if found is NEEDED and not any(word in source_of(original) for word in returns_early):
+        return fixed_upstream("no early return under PAO or CPU offload")
+    return found
 
-    return copy_model_params_to_main_params
+
+@FIX.wraps(DISTRIBUTED_OPTIMIZER, "_copy_model_params_to_main_params", _diagnose)
+def _copy_params(original: Any, hit: Hit, self: Any, state_dict: Any = None) -> None:
+    if not has_buffers(self):
+        original(self, *(() if state_dict is None else (state_dict,)))
+        return
+    hit()
+    inner = self.optimizer
+    if is_precision_aware(self):
+        _refresh_inner_masters(self, state_dict)
+        return
+    # Megatron's own masters first; it would skip them for a HybridDeviceOptimizer.
+    with _without_kept(self) if state_dict is None else nullcontext():
+        self.optimizer = _Unmarked(inner) if is_hybrid(inner) else inner
+        try:
+            original(self, *(() if state_dict is None else (state_dict,)))
+        finally:
+            self.optimizer = inner
+    if is_hybrid(inner):
+        inner.update_fp32_param_by_new_param()
 
 
 @contextmanager
@@ -124,30 +137,3 @@ def _refresh_inner_masters(dist_opt: Any, state_dict: Any) -> None:
         flat = _shard(source, ranges).float()
         write_slot(dist_opt, master_slot(dist_opt, model_param), flat)
     sync_moved_params(dist_opt)
-
-
-def _diagnose(module: ModuleType, original: Any) -> Diagnosis:
-    reason = missing_parameters(original, "self", "state_dict")
-    if reason:
-        return not_understood(reason)
-    if has_patch(original, "fine-tune"):
-        return fixed_upstream("patch 0009-fine-tune is there")
-    source = source_of(original)
-    if "update_fp32_param_by_new_param" in source or "use_precision_aware_optimizer" in source:
-        return NEEDED
-    return fixed_upstream("no early return under PAO or CPU offload")
-
-
-FIX = Fix(
-    id="fine-tune",
-    faults=("F12",),
-    summary="loading a model without its optimizer refreshes every master parameter",
-    targets=(
-        Target(
-            DISTRIBUTED,
-            "DistributedOptimizer._copy_model_params_to_main_params",
-            _wrap,
-            _diagnose,
-        ),
-    ),
-)

@@ -14,12 +14,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from vime_optim.fixes.places import DISTRIBUTED, STATE_DICT
+from vime_optim.fixes.places import DISTRIBUTED_OPTIMIZER, in_state_dict
 from vime_optim.optimizer.kinds import has_buffers
 from vime_optim.optimizer.stock_state import MARK, check_unmarked
-from vime_optim.registry import Fix, Hit, Target, takes
+from vime_optim.registry import Fix, Hit, takes
 
-_CLASS = "DistributedOptimizer"
+FIX = Fix(
+    id="foreign",
+    faults=("F7", "F19", "F20", "F26"),
+    summary="states that stock wrote wrongly beyond repair are refused",
+    targets=(in_state_dict(),),
+    after=("step",),
+)
 
 
 def mark(state: dict[str, Any]) -> None:
@@ -27,29 +33,10 @@ def mark(state: dict[str, Any]) -> None:
     state["optimizer"][MARK] = True
 
 
-def _wrap_load_state_dict(original: Any, hit: Hit) -> Any:
-    def load_state_dict(self: Any, state_dict: Any) -> None:
-        original(self, state_dict)
-        if has_buffers(self) and "param_state" in state_dict:
-            hit()
-            if not state_dict["optimizer"].get(MARK):
-                check_unmarked(self)
-
-    return load_state_dict
-
-
-def _target(name: str, wrap: Any, *needed: str) -> Target:
-    module = DISTRIBUTED
-    return Target(module, f"{_CLASS}.{name}", wrap, takes("self", *needed))
-
-
-FIX = Fix(
-    id="foreign",
-    faults=("F7", "F19", "F20", "F26"),
-    summary="states that stock wrote wrongly beyond repair are refused",
-    targets=(
-        _target("state_dict", STATE_DICT),
-        _target("load_state_dict", _wrap_load_state_dict, "state_dict"),
-    ),
-    after=("step",),
-)
+@FIX.wraps(DISTRIBUTED_OPTIMIZER, "load_state_dict", takes("self", "state_dict"))
+def _load_state_dict(original: Any, hit: Hit, self: Any, state_dict: Any) -> None:
+    original(self, state_dict)
+    if has_buffers(self) and "param_state" in state_dict:
+        hit()
+        if not state_dict["optimizer"].get(MARK):
+            check_unmarked(self)

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vime_optim import settings
+from vime_optim import log, settings
 from vime_optim.commit import agreement
 from vime_optim.errors import OptimizerStateError, PlanError, WriterError
-from vime_optim.fixes.places import SAVE, SERIALIZATION, TRAINING
+from vime_optim.fixes.places import DIST_CHECKPOINTING, TRAINING, in_save
 from vime_optim.fixes.sharding import (
     DP,
     FULLY,
@@ -32,17 +32,26 @@ from vime_optim.fixes.sharding import (
     keeping_the_type,
     optimizer_states,
     recorded_types,
+    settle_type,
 )
 from vime_optim.optimizer.record import record_of
 from vime_optim.probe import bind
-from vime_optim.registry import Call, Fix, Hit, Target, takes
-from vime_optim.reshard.complete import incomplete_tensor, missing_weight
-from vime_optim.reshard.engine import ParamState, param_states
+from vime_optim.registry import Call, Fix, Hit, takes
 from vime_optim.state_dicts import replaced
 
-logger = logging.getLogger("vime_optim")
+if TYPE_CHECKING:
+    from vime_optim.reshard.engine import ParamState
 
+_LOCAL = f"{DIST_CHECKPOINTING}.tensor_aware_state_dict:MCoreTensorAwareStateDict"
 _NOT_BUILT = "the state to save was not built, as a rank failed"
+
+
+FIX = Fix(
+    id="formats",
+    faults=("F16",),
+    summary="a save is of a format that can describe it, and that its reader takes",
+    targets=(in_save("sharded_state_dict", "checkpoint_dir", "content_metadata"),),
+)
 
 
 def settle_format(call: Call, hit: Hit) -> None:
@@ -58,6 +67,9 @@ def settle_format(call: Call, hit: Hit) -> None:
 
 
 def _settle(call: Call, operation: agreement.Operation) -> None:
+    from vime_optim.reshard.complete import incomplete_tensor, missing_weight
+    from vime_optim.reshard.engine import param_states
+
     state = call["sharded_state_dict"]
     found = list(optimizer_states(state))
     params = [each for each in param_states(state) if not each.is_loading]
@@ -88,6 +100,8 @@ def _other_format(
         OptimizerStateError: the settings want no other type than the one that was asked for.
         PlanError: the caller took the optimizer's state apart, so that it cannot be built anew.
     """
+    from vime_optim.reshard.engine import param_states
+
     policy = settings.current().sharding
     if policy != "enforce":
         raise OptimizerStateError(
@@ -106,34 +120,24 @@ def _other_format(
             state = replaced(state, path, each.rebuild(DP, False))
     if inside < len(params):
         raise error
-    if operation_rank() == 0:
-        logger.warning(
-            "vime_optim: saving the optimizer as dp_reshardable, not fully_reshardable: %s. It can"
-            " be resumed with any number of data-parallel ranks, but with this tensor and pipeline"
-            " parallel layout alone",
-            error.where,
-        )
+    log.say(
+        logging.WARNING,
+        f"vime_optim: saving the optimizer as dp_reshardable, not fully_reshardable: {error.where}."
+        " It can be resumed with any number of data-parallel ranks, but with this tensor and"
+        " pipeline parallel layout alone",
+    )
     return state
 
 
-def operation_rank() -> int:
-    import torch
-
-    return int(torch.distributed.get_rank())
-
-
-def _wrap_save_checkpoint(original: Any, hit: Hit) -> Any:
+@FIX.wraps(TRAINING, "save_checkpoint", takes("non_persistent_ckpt"), optional=True)
+def _save_checkpoint(original: Any, hit: Hit, *args: Any, **kwargs: Any) -> Any:
     """Local checkpoints of Megatron-LM: dp_reshardable from the start, log line included."""
-
-    def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        bound = bind(original, *args, **kwargs)
-        if not bound.get("non_persistent_ckpt") or not _is_local(original):
-            return original(*args, **kwargs)
-        hit()
-        with keeping_the_type():
-            return original(*args, **kwargs)
-
-    return save_checkpoint
+    bound = bind(original, *args, **kwargs)
+    if not bound.get("non_persistent_ckpt") or not _is_local(original):
+        return original(*args, **kwargs)
+    hit()
+    with keeping_the_type():
+        return original(*args, **kwargs)
 
 
 def _is_local(function: Any) -> bool:
@@ -141,78 +145,33 @@ def _is_local(function: Any) -> bool:
     return get_args is not None and get_args().non_persistent_ckpt_type == "local"
 
 
-def _wrap_from_state_dict(original: Any, hit: Hit) -> Any:
+@FIX.wraps(_LOCAL, "from_state_dict", takes("sharded_state_dict"), optional=True)
+def _from_state_dict(
+    original: Any, hit: Hit, cls: Any, sharded_state_dict: Any, *args: Any, **kwargs: Any
+) -> Any:
     """What becomes a local checkpoint, whoever asks for it."""
-
-    def from_state_dict(cls: Any, sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        operation = agreement.Operation(
-            "the local checkpoint was not made, as a rank failed", "a local checkpoint", WriterError
-        )
-        with agreement.together(operation):
-            for path, each in list(optimizer_states(sharded_state_dict)):
-                if each.sharding_type == FULLY != each.requested:
-                    hit()
-                    with keeping_the_type():
-                        built = each.rebuild(_kept(each.requested), False)
-                    sharded_state_dict = replaced(sharded_state_dict, path, built)
-            made = original(cls, sharded_state_dict, *args, **kwargs)
-            operation.check()
-        return made
-
-    return from_state_dict
+    operation = agreement.Operation(
+        "the local checkpoint was not made, as a rank failed", "a local checkpoint", WriterError
+    )
+    with agreement.together(operation):
+        for path, each in list(optimizer_states(sharded_state_dict)):
+            if each.sharding_type == FULLY != each.requested:
+                hit()
+                with keeping_the_type():
+                    built = each.rebuild(settle_type(None, each.requested, False), False)
+                sharded_state_dict = replaced(sharded_state_dict, path, built)
+        made = original(cls, sharded_state_dict, *args, **kwargs)
+        operation.check()
+    return made
 
 
-def _kept(requested: str | None) -> str:
-    from vime_optim.fixes.sharding import settle_type
-
-    return settle_type(None, requested, False)
-
-
-def _wrap_to_state_dict(original: Any, hit: Hit) -> Any:
-    def to_state_dict(self: Any, sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        found = list(optimizer_states(sharded_state_dict))
-        if found:
-            hit()
-            saved = next(recorded_types(self.common), None)
-            sharded_state_dict = fitting(sharded_state_dict, found, saved)
-        return original(self, sharded_state_dict, *args, **kwargs)
-
-    return to_state_dict
-
-
-_LOCAL = "megatron.core.dist_checkpointing.tensor_aware_state_dict"
-
-FIX = Fix(
-    id="formats",
-    faults=("F16",),
-    summary="a save is of a format that can describe it, and that its reader takes",
-    targets=(
-        Target(
-            SERIALIZATION,
-            "save",
-            SAVE,
-            takes("sharded_state_dict", "checkpoint_dir", "content_metadata"),
-        ),
-        Target(
-            TRAINING,
-            "save_checkpoint",
-            _wrap_save_checkpoint,
-            takes("non_persistent_ckpt"),
-            optional=True,
-        ),
-        Target(
-            _LOCAL,
-            "MCoreTensorAwareStateDict.from_state_dict",
-            _wrap_from_state_dict,
-            takes("sharded_state_dict"),
-            optional=True,
-        ),
-        Target(
-            _LOCAL,
-            "MCoreTensorAwareStateDict.to_state_dict",
-            _wrap_to_state_dict,
-            takes("sharded_state_dict"),
-            optional=True,
-        ),
-    ),
-)
+@FIX.wraps(_LOCAL, "to_state_dict", takes("sharded_state_dict"), optional=True)
+def _to_state_dict(
+    original: Any, hit: Hit, self: Any, sharded_state_dict: Any, *args: Any, **kwargs: Any
+) -> Any:
+    found = list(optimizer_states(sharded_state_dict))
+    if found:
+        hit()
+        saved = next(recorded_types(self.common), None)
+        sharded_state_dict = fitting(sharded_state_dict, found, saved)
+    return original(self, sharded_state_dict, *args, **kwargs)

@@ -12,47 +12,32 @@ from __future__ import annotations
 
 from typing import Any
 
-from vime_optim.optimizer.kinds import (
-    is_hybrid,
+from vime_optim.optimizer.kinds import is_hybrid
+from vime_optim.registry import Fix, Hit, takes
+
+_IN_MEGATRON_BRIDGE = (
+    "megatron.bridge.training.optim",
+    "sync_hybrid_device_optimizer_fp32_master_copies",
 )
-from vime_optim.registry import Fix, Hit, Target, takes
-
-
-def _wrap_of_framework(original: Any, hit: Hit) -> Any:
-    """Replaced: it copies the parameters over every master of CPU offload, restored ones too."""
-
-    def refresh_masters(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        members = getattr(optimizer, "chained_optimizers", [optimizer])
-        hybrids = [m for m in members if is_hybrid(getattr(m, "optimizer", None))]
-        if not hybrids:
-            return original(optimizer, *args, **kwargs)
-        hit()
-        for member in hybrids:
-            member._copy_model_params_to_main_params()
-        return True
-
-    return refresh_masters
-
+_IN_NEMO_RL = ("nemo_rl.models.megatron.setup", "_force_sync_optimizer_fp32_from_model")
 
 FIX = Fix(
     id="framework-refresh",
     faults=("F12",),
     summary="what frameworks call after a load keeps masters that were restored",
-    targets=(
-        Target(
-            "megatron.bridge.training.optim",
-            "sync_hybrid_device_optimizer_fp32_master_copies",
-            _wrap_of_framework,
-            takes("optimizer"),
-            optional=True,
-        ),
-        Target(
-            "nemo_rl.models.megatron.setup",
-            "_force_sync_optimizer_fp32_from_model",
-            _wrap_of_framework,
-            takes("optimizer", "model"),
-            optional=True,
-        ),
-    ),
     requires=("fine-tune", "hybrid-refresh"),
 )
+
+
+@FIX.wraps(*_IN_MEGATRON_BRIDGE, takes("optimizer"), optional=True)
+@FIX.wraps(*_IN_NEMO_RL, takes("optimizer", "model"), optional=True)
+def _refresh_masters(original: Any, hit: Hit, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replaced: it copies the parameters over every master of CPU offload, restored ones too."""
+    members = getattr(optimizer, "chained_optimizers", [optimizer])
+    hybrids = [m for m in members if is_hybrid(getattr(m, "optimizer", None))]
+    if not hybrids:
+        return original(optimizer, *args, **kwargs)
+    hit()
+    for member in hybrids:
+        member._copy_model_params_to_main_params()
+    return True

@@ -14,76 +14,89 @@ Remove when: Megatron writes irregular shards itself.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from vime_optim import collectives
 from vime_optim.errors import CheckpointError
 from vime_optim.fixes.places import (
-    DISTRIBUTED,
-    LOAD,
-    SAVE,
-    SERIALIZATION,
-    STATE_DICT,
-    TORCH_STRATEGY,
+    DISTRIBUTED_OPTIMIZER,
+    LOAD_PLANNER,
+    STRATEGIES,
+    in_load,
+    in_save,
+    in_state_dict,
 )
 from vime_optim.fixes.sharding import ShardedOptimizerState
 from vime_optim.optimizer.restoring import write_slot
-from vime_optim.registry import Call, Fix, Hit, Target, takes
-from vime_optim.reshard import coded
-from vime_optim.reshard.engine import (
-    ParamState,
-    as_template,
-    build_param_state,
-    expect_load,
-    param_states,
-)
-from vime_optim.reshard.keys import compare_digests
-from vime_optim.reshard.taking import destinations_for, finish_load, give_back, lend
+from vime_optim.registry import Call, Fix, Hit, takes
 from vime_optim.state_dicts import replaced, walk
 
+if TYPE_CHECKING:
+    from vime_optim.reshard.engine import ParamState
 
-def _wrap_build(original: Any, hit: Hit) -> Any:
-    def sharded_param_state_fully_reshardable(
-        self: Any, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
-    ) -> Any:
-        hit()
-        return build_param_state(self, model_sharded_state_dict, is_loading)
+_PARALLEL_LOAD = f"{STRATEGIES}.fully_parallel:FullyParallelLoadStrategyWrapper"
+_GIVEN = ("model_sharded_state_dict", "is_loading", "metadata")
 
-    return sharded_param_state_fully_reshardable
-
-
-def _wrap_finish(original: Any, hit: Hit) -> Any:
-    def load_parameter_state_from_fully_reshardable(self: Any, state_dict: Any) -> None:
-        loaded = state_dict or {}
-        destinations = destinations_for(self, loaded)
-        if destinations is None:
-            # Whole tensors that did not come through our template, from a local checkpoint say.
-            original(self, state_dict)
-            return
-        hit()
-        give_back(self)
-
-        def write(slot: Any, value: torch.Tensor) -> None:
-            write_slot(self, slot, value)
-
-        finish_load(destinations, loaded, write)
-        lend(self, loaded)
-
-    return load_parameter_state_from_fully_reshardable
+FIX = Fix(
+    id="gather-free",
+    faults=("F7", "F10", "F11"),
+    summary="fully_reshardable is saved and loaded in place, without gathering",
+    targets=(in_state_dict(), in_save("sharded_state_dict"), in_load("sharded_state_dict")),
+)
 
 
-def _wrap_update(original: Any, hit: Hit) -> Any:
-    def update(self: Any, *args: Any, **kwargs: Any) -> Any:
-        give_back(self)
-        return original(self, *args, **kwargs)
+@FIX.wraps(DISTRIBUTED_OPTIMIZER, "sharded_param_state_fully_reshardable", takes("self", *_GIVEN))
+def _build(
+    original: Any,
+    hit: Hit,
+    self: Any,
+    model_sharded_state_dict: Any,
+    is_loading: bool = False,
+    metadata: Any = None,
+) -> Any:
+    from vime_optim.reshard.engine import build_param_state
 
-    return update
+    hit()
+    return build_param_state(self, model_sharded_state_dict, is_loading)
+
+
+@FIX.wraps(
+    DISTRIBUTED_OPTIMIZER, "load_parameter_state_from_fully_reshardable", takes("state_dict")
+)
+def _finish(original: Any, hit: Hit, self: Any, state_dict: Any) -> None:
+    from vime_optim.reshard import taking
+
+    loaded = state_dict or {}
+    destinations = taking.destinations_for(self, loaded)
+    if destinations is None:
+        # Whole tensors that did not come through our template, from a local checkpoint say.
+        original(self, state_dict)
+        return
+    hit()
+    taking.give_back(self)
+
+    def write(slot: Any, value: torch.Tensor) -> None:
+        write_slot(self, slot, value)
+
+    taking.finish_load(destinations, loaded, write)
+    taking.lend(self, loaded)
+
+
+@FIX.wraps(DISTRIBUTED_OPTIMIZER, ("step_with_ready_grads", "reload_model_params"), optional=True)
+def _update(original: Any, hit: Hit, self: Any, *args: Any, **kwargs: Any) -> Any:
+    from vime_optim.reshard.taking import give_back
+
+    give_back(self)
+    return original(self, *args, **kwargs)
 
 
 def make_templates(call: Call) -> None:
     """Let the optimizers of a template be loaded into, also where it was built to be saved."""
+    from vime_optim.reshard.engine import ParamState, as_template, expect_load, param_states
+    from vime_optim.reshard.taking import give_back
+
     for state in param_states(call["sharded_state_dict"]):
         give_back(state.dist_opt)  # an earlier loaded state keeps its values
         if state.is_loading:
@@ -98,12 +111,16 @@ def make_templates(call: Call) -> None:
 
 def compare_plans(call: Call) -> None:
     """Collective: raise on every rank when some are about to write different tensors."""
+    from vime_optim.reshard.engine import param_states
+
     for state in param_states(call["sharded_state_dict"]):
         _compare_plans(state)
 
 
 def _compare_plans(state: ParamState) -> None:
     """Raise on every rank of the group when the ranks are about to write different tensors."""
+    from vime_optim.reshard.keys import compare_digests
+
     if torch.distributed.get_world_size(state.group) == 1:
         return
     digests = collectives.gathered(state.digest, state.group)
@@ -112,14 +129,12 @@ def _compare_plans(state: ParamState) -> None:
         compare_digests(digests, ranks, collectives.gathered(state.plan.keys, state.group))
 
 
-def _wrap_local_plan(original: Any, hit: Hit) -> Any:
-    def create_local_plan(self: Any) -> Any:
-        plan = original(self)
-        hit()
-        _require_complete(self, plan)
-        return plan
-
-    return create_local_plan
+@FIX.wraps(LOAD_PLANNER, "create_local_plan", takes("self"))
+def _create_local_plan(original: Any, hit: Hit, self: Any) -> Any:
+    plan = original(self)
+    hit()
+    _require_complete(self, plan)
+    return plan
 
 
 def _require_complete(planner: Any, plan: Any) -> None:
@@ -159,6 +174,8 @@ def _numel(value: Any) -> int | None:
 
 def _leave_as_it_is(value: Any) -> None:
     """Coded states are read when the optimizer takes them: there will be nothing to read."""
+    from vime_optim.reshard import coded
+
     for part in getattr(value, "_local_shards", [value]):
         sharded = getattr(part, "_sh_ten", None)
         shard = coded.shard_of(getattr(sharded, "data", getattr(part, "tensor", None)))
@@ -166,74 +183,18 @@ def _leave_as_it_is(value: Any) -> None:
             shard.may_be_absent = True
 
 
-def _wrap_resolve(original: Any, hit: Hit) -> Any:
-    def resolve_tensor(self: Any, read_item: Any) -> Any:
-        return coded.with_memory(self, original(self, read_item))
+@FIX.wraps(LOAD_PLANNER, "resolve_tensor", takes("self", "read_item"))
+def _resolve_tensor(original: Any, hit: Hit, self: Any, read_item: Any) -> Any:
+    from vime_optim.reshard import coded
 
-    return resolve_tensor
-
-
-def _wrap_parallel_load(original: Any, hit: Hit) -> Any:
-    def apply_loading_parallelization(self: Any, sharded_state_dict: Any) -> Any:
-        distribution = original(self, sharded_state_dict)
-        if distribution is not None:
-            coded.give_shared_shards_memory(sharded_state_dict, distribution)
-        return distribution
-
-    return apply_loading_parallelization
+    return coded.with_memory(self, original(self, read_item))
 
 
-FIX = Fix(
-    id="gather-free",
-    faults=("F7", "F10", "F11"),
-    summary="fully_reshardable is saved and loaded in place, without gathering",
-    targets=(
-        Target(
-            DISTRIBUTED,
-            "DistributedOptimizer.sharded_param_state_fully_reshardable",
-            _wrap_build,
-            takes("self", "model_sharded_state_dict", "is_loading", "metadata"),
-        ),
-        Target(
-            DISTRIBUTED,
-            "DistributedOptimizer.load_parameter_state_from_fully_reshardable",
-            _wrap_finish,
-            takes("self", "state_dict"),
-        ),
-        Target(DISTRIBUTED, "DistributedOptimizer.state_dict", STATE_DICT, takes("self")),
-        Target(
-            SERIALIZATION,
-            "save",
-            SAVE,
-            takes("sharded_state_dict"),
-        ),
-        Target(
-            SERIALIZATION,
-            "load",
-            LOAD,
-            takes("sharded_state_dict"),
-        ),
-        *(
-            Target(DISTRIBUTED, f"DistributedOptimizer.{name}", _wrap_update, optional=True)
-            for name in ("step_with_ready_grads", "reload_model_params")
-        ),
-        Target(
-            TORCH_STRATEGY,
-            "MCoreLoadPlanner.create_local_plan",
-            _wrap_local_plan,
-            takes("self"),
-        ),
-        Target(
-            TORCH_STRATEGY,
-            "MCoreLoadPlanner.resolve_tensor",
-            _wrap_resolve,
-            takes("self", "read_item"),
-        ),
-        Target(
-            "megatron.core.dist_checkpointing.strategies.fully_parallel",
-            "FullyParallelLoadStrategyWrapper.apply_loading_parallelization",
-            _wrap_parallel_load,
-            takes("self", "sharded_state_dict"),
-        ),
-    ),
-)
+@FIX.wraps(_PARALLEL_LOAD, "apply_loading_parallelization", takes("self", "sharded_state_dict"))
+def _parallel_load(original: Any, hit: Hit, self: Any, sharded_state_dict: Any) -> Any:
+    from vime_optim.reshard import coded
+
+    distribution = original(self, sharded_state_dict)
+    if distribution is not None:
+        coded.give_shared_shards_memory(sharded_state_dict, distribution)
+    return distribution

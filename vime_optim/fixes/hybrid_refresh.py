@@ -13,39 +13,27 @@ from typing import Any
 
 import torch
 
-from vime_optim.fixes.places import HYBRID
+from vime_optim.fixes.places import HYBRID_OPTIMIZER
 from vime_optim.optimizer.kinds import MASTER
 from vime_optim.optimizer.refresh import is_trained, stays
 from vime_optim.optimizer.slots import Slot
-from vime_optim.registry import Fix, Hit, Target, unless_patched
-
-
-def _wrap_refresh_masters(original: Any, hit: Hit) -> Any:
-    """Replaced: Megatron's own would round masters that belong to their parameters."""
-
-    @torch.no_grad()
-    def update_fp32_param_by_new_param(self: Any) -> None:
-        hit()
-        trained = is_trained(self)
-        # Megatron refreshes the float32 copies of 16-bit parameters alone; the host copies of
-        # float32 ones (every parameter without PAO) would be stepped from where they were.
-        for param, held in self.param_to_inner_param.items():
-            if held is not param and not stays(self, Slot(MASTER, held), param, trained):
-                held.detach().copy_(param.detach())
-
-    return update_fp32_param_by_new_param
-
+from vime_optim.registry import Fix, Hit, unless_patched
 
 FIX = Fix(
     id="hybrid-refresh",
     faults=("F12",),
     summary="host and float32 copies follow when a model is loaded without its optimizer",
-    targets=(
-        Target(
-            HYBRID,
-            "HybridDeviceOptimizer.update_fp32_param_by_new_param",
-            _wrap_refresh_masters,
-            unless_patched("fine-tune"),
-        ),
-    ),
 )
+
+
+@FIX.wraps(HYBRID_OPTIMIZER, "update_fp32_param_by_new_param", unless_patched("fine-tune"))
+@torch.no_grad()
+def _refresh_masters(original: Any, hit: Hit, self: Any) -> None:
+    """Replaced: Megatron's own would round masters that belong to their parameters."""
+    hit()
+    trained = is_trained(self)
+    # Megatron refreshes the float32 copies of 16-bit parameters alone; the host copies of
+    # float32 ones (every parameter without PAO) would be stepped from where they were.
+    for param, held in self.param_to_inner_param.items():
+        if held is not param and not stays(self, Slot(MASTER, held), param, trained):
+            held.detach().copy_(param.detach())

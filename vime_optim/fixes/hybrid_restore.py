@@ -16,90 +16,40 @@ from typing import Any
 
 import torch
 
-from vime_optim.fixes.places import DISTRIBUTED, HYBRID
+from vime_optim.fixes.places import DISTRIBUTED_OPTIMIZER, HYBRID_OPTIMIZER
 from vime_optim.optimizer.kinds import STATE_MASTER
 from vime_optim.probe import has_patch
-from vime_optim.registry import (
-    NEEDED,
-    Diagnosis,
-    Fix,
-    Hit,
-    Target,
-    fixed_upstream,
-    takes,
-    unless_patched,
+from vime_optim.registry import Diagnosis, Fix, Hit, fixed_upstream, takes, unless_patched
+
+FIX = Fix(
+    id="hybrid-restore",
+    faults=("F4", "F5"),
+    summary="HybridDeviceOptimizer restores every parameter, on its own device and storage",
 )
 
 
-def _wrap_sync_groups(original: Any, hit: Hit) -> Any:
-    def sync_hdo_param_groups_to_sub_optimizers(self: Any) -> None:
-        # The parts count by themselves. A counter that a checkpoint put into the hybrid's own
-        # groups would be copied over theirs before every step.
-        hit()
-        for group in self.param_groups:
-            group.pop("step", None)
-        original(self)
-
-    return sync_hdo_param_groups_to_sub_optimizers
+@FIX.wraps(HYBRID_OPTIMIZER, "_sync_hdo_param_groups_to_sub_optimizers", unless_patched("counter"))
+def _sync_groups(original: Any, hit: Hit, self: Any) -> None:
+    # The parts count by themselves. A counter that a checkpoint put into the hybrid's own
+    # groups would be copied over theirs before every step.
+    hit()
+    for group in self.param_groups:
+        group.pop("step", None)
+    original(self)
 
 
-def _wrap_update_masters(original: Any, hit: Hit) -> Any:
+@FIX.wraps(HYBRID_OPTIMIZER, "_update_fp32_params_by_new_state", unless_patched("lookups"))
+@torch.no_grad()
+def _update_masters(original: Any, hit: Hit, self: Any) -> None:
     """Replaced: Megatron looks up every parameter among those that have a float32 copy."""
-
-    @torch.no_grad()
-    def update_fp32_params_by_new_state(self: Any) -> None:
-        hit()
-        if not self.param_update_in_fp32:
-            return
-        for param, state in self.state.items():
-            loaded = state.get(STATE_MASTER)
-            held = self.param_to_inner_param[param]
-            if loaded is not None and loaded is not held:
-                held.detach().copy_(loaded.detach())
-
-    return update_fp32_params_by_new_state
-
-
-def _wrap_sync_state(original: Any, hit: Hit) -> Any:
-    def sync_hdo_state_to_sub_optimizers(self: Any) -> None:
-        hit()
-        original(self)
-        # A master has one storage: the one that the part updates. Another copy kept in `state`
-        # would hold its bytes twice and go stale.
-        if self.param_update_in_fp32:
-            for param, state in self.state.items():
-                if STATE_MASTER in state:
-                    state[STATE_MASTER] = self.param_to_inner_param[param]
-
-    return sync_hdo_state_to_sub_optimizers
-
-
-def _wrap_move_state(original: Any, hit: Hit) -> Any:
-    """Replaced: Megatron tells the parts apart by class, and both may be torch's AdamW."""
-
-    def move_new_state_to_right_device(self: Any) -> None:
-        hit()
-        for optimizer in self.sub_optimizers:
-            for param, state in optimizer.state.items():
-                shared = self.state[self.inner_param_to_orig_param.get(param, param)]
-                for name, value in state.items():
-                    if not isinstance(value, torch.Tensor) or name in ("step", STATE_MASTER):
-                        continue
-                    if value.is_cuda != param.is_cuda:
-                        shared[name] = state[name] = value.to("cuda" if param.is_cuda else "cpu")
-
-    return move_new_state_to_right_device
-
-
-def _wrap_build_shards(original: Any, hit: Hit) -> Any:
-    def build_model_and_main_param_groups(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        # A shard of a float32 parameter is a view of it, which autograd follows; torch then takes
-        # no such tensor into a new optimizer, and CPU offload builds one. A shard only holds data.
-        hit()
-        with torch.no_grad():
-            return original(cls, *args, **kwargs)
-
-    return build_model_and_main_param_groups
+    hit()
+    if not self.param_update_in_fp32:
+        return
+    for param, state in self.state.items():
+        loaded = state.get(STATE_MASTER)
+        held = self.param_to_inner_param[param]
+        if loaded is not None and loaded is not held:
+            held.detach().copy_(loaded.detach())
 
 
 def _diagnose_sync_state(module: ModuleType, original: Any) -> Diagnosis:
@@ -108,40 +58,36 @@ def _diagnose_sync_state(module: ModuleType, original: Any) -> Diagnosis:
     return takes("self")(module, original)
 
 
-FIX = Fix(
-    id="hybrid-restore",
-    faults=("F4", "F5"),
-    summary="HybridDeviceOptimizer restores every parameter, on its own device and storage",
-    targets=(
-        Target(
-            DISTRIBUTED,
-            "DistributedOptimizer._build_model_and_main_param_groups",
-            _wrap_build_shards,
-            lambda module, original: NEEDED,
-        ),
-        Target(
-            HYBRID,
-            "HybridDeviceOptimizer._sync_hdo_param_groups_to_sub_optimizers",
-            _wrap_sync_groups,
-            unless_patched("counter"),
-        ),
-        Target(
-            HYBRID,
-            "HybridDeviceOptimizer._update_fp32_params_by_new_state",
-            _wrap_update_masters,
-            unless_patched("lookups"),
-        ),
-        Target(
-            HYBRID,
-            "HybridDeviceOptimizer._sync_hdo_state_to_sub_optimizers",
-            _wrap_sync_state,
-            _diagnose_sync_state,
-        ),
-        Target(
-            HYBRID,
-            "HybridDeviceOptimizer._move_new_state_to_right_device",
-            _wrap_move_state,
-            unless_patched("native"),
-        ),
-    ),
-)
+@FIX.wraps(HYBRID_OPTIMIZER, "_sync_hdo_state_to_sub_optimizers", _diagnose_sync_state)
+def _sync_state(original: Any, hit: Hit, self: Any) -> None:
+    hit()
+    original(self)
+    # A master has one storage: the one that the part updates. Another copy kept in `state`
+    # would hold its bytes twice and go stale.
+    if self.param_update_in_fp32:
+        for param, state in self.state.items():
+            if STATE_MASTER in state:
+                state[STATE_MASTER] = self.param_to_inner_param[param]
+
+
+@FIX.wraps(HYBRID_OPTIMIZER, "_move_new_state_to_right_device", unless_patched("native"))
+def _move_state(original: Any, hit: Hit, self: Any) -> None:
+    """Replaced: Megatron tells the parts apart by class, and both may be torch's AdamW."""
+    hit()
+    for optimizer in self.sub_optimizers:
+        for param, state in optimizer.state.items():
+            shared = self.state[self.inner_param_to_orig_param.get(param, param)]
+            for name, value in state.items():
+                if not isinstance(value, torch.Tensor) or name in ("step", STATE_MASTER):
+                    continue
+                if value.is_cuda != param.is_cuda:
+                    shared[name] = state[name] = value.to("cuda" if param.is_cuda else "cpu")
+
+
+@FIX.wraps(DISTRIBUTED_OPTIMIZER, "_build_model_and_main_param_groups")
+def _build_shards(original: Any, hit: Hit, *args: Any, **kwargs: Any) -> Any:
+    # A shard of a float32 parameter is a view of it, which autograd follows; torch then takes
+    # no such tensor into a new optimizer, and CPU offload builds one. A shard only holds data.
+    hit()
+    with torch.no_grad():
+        return original(*args, **kwargs)

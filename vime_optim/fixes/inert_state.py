@@ -11,10 +11,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from vime_optim.fixes.places import DISTRIBUTED, HYBRID, STATE_DICT
+from vime_optim.fixes.places import HYBRID_OPTIMIZER, in_state_dict
 from vime_optim.optimizer.fresh_state import ensure_hybrid_state, ensure_saveable
 from vime_optim.optimizer.kinds import is_hybrid
-from vime_optim.registry import Fix, Hit, Target, takes, unless_patched
+from vime_optim.registry import Fix, Hit, unless_patched
+
+FIX = Fix(
+    id="inert-state",
+    faults=("F15",),
+    summary="state is made without random numbers and without moving a parameter",
+    targets=(in_state_dict(),),
+)
 
 
 def make_state(dist_opt: Any, hit: Hit) -> None:
@@ -24,27 +31,8 @@ def make_state(dist_opt: Any, hit: Hit) -> None:
         ensure_saveable(dist_opt)
 
 
-def _wrap_dummy_step(original: Any, hit: Hit) -> Any:
+@FIX.wraps(HYBRID_OPTIMIZER, "dummy_step", unless_patched("inert-state"))
+def _dummy_step(original: Any, hit: Hit, self: Any) -> None:
     """Replaced: stepping with random gradients is the fault itself."""
-
-    def dummy_step(self: Any) -> None:
-        hit()
-        ensure_hybrid_state(self)
-
-    return dummy_step
-
-
-FIX = Fix(
-    id="inert-state",
-    faults=("F15",),
-    summary="state is made without random numbers and without moving a parameter",
-    targets=(
-        Target(DISTRIBUTED, "DistributedOptimizer.state_dict", STATE_DICT, takes("self")),
-        Target(
-            HYBRID,
-            "HybridDeviceOptimizer.dummy_step",
-            _wrap_dummy_step,
-            unless_patched("inert-state"),
-        ),
-    ),
-)
+    hit()
+    ensure_hybrid_state(self)

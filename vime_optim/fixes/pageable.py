@@ -16,17 +16,21 @@ from typing import Any
 
 import torch
 
-from vime_optim.fixes.places import HYBRID
-from vime_optim.registry import Fix, Hit, Target, takes
+from vime_optim.fixes.places import HYBRID_OPTIMIZER
+from vime_optim.registry import Fix, Hit, takes
+
+FIX = Fix(
+    id="pageable",
+    faults=(),
+    summary="host memory that cannot be pinned stays pageable, with one warning",
+)
 
 
-def _wrap_split_groups(original: Any, hit: Hit) -> Any:
-    def get_sub_optimizer_param_groups(self: Any, *args: Any, **kwargs: Any) -> Any:
-        hit()
-        with _pinning_or_pageable():
-            return original(self, *args, **kwargs)
-
-    return get_sub_optimizer_param_groups
+@FIX.wraps(HYBRID_OPTIMIZER, "_get_sub_optimizer_param_groups", takes("self"))
+def _split_groups(original: Any, hit: Hit, self: Any, *args: Any, **kwargs: Any) -> Any:
+    hit()
+    with _pinning_or_pageable():
+        return original(self, *args, **kwargs)
 
 
 @contextmanager
@@ -52,25 +56,23 @@ def _pinning_or_pageable() -> Iterator[None]:
         torch.Tensor.pin_memory = pin_memory  # type: ignore[method-assign]
 
 
-def _wrap_set_grads(original: Any, hit: Hit) -> Any:
-    def set_sub_optimizer_grads(self: Any) -> None:
-        hit()
+@FIX.wraps(HYBRID_OPTIMIZER, "_set_sub_optimizer_grads", takes("self"))
+def _set_grads(original: Any, hit: Hit, self: Any) -> None:
+    hit()
+    try:
+        original(self)
+    except RuntimeError as error:
+        if not self.pin_cpu_grads:
+            raise
+        # Once more without pinning: every copy that was made is simply made again. An error
+        # of another cause comes back the same.
+        self.pin_cpu_grads = False
         try:
             original(self)
-        except RuntimeError as error:
-            if not self.pin_cpu_grads:
-                raise
-            # Once more without pinning: every copy that was made is simply made again. An error
-            # of another cause comes back the same.
-            self.pin_cpu_grads = False
-            try:
-                original(self)
-            except RuntimeError:
-                self.pin_cpu_grads = True
-                raise
-            _warn_pageable(error)
-
-    return set_sub_optimizer_grads
+        except RuntimeError:
+            self.pin_cpu_grads = True
+            raise
+        _warn_pageable(error)
 
 
 _warned_pageable = False
@@ -85,21 +87,3 @@ def _warn_pageable(error: RuntimeError) -> None:
             f" copies to the device are slower ({str(error).splitlines()[0]})",
             stacklevel=3,
         )
-
-
-FIX = Fix(
-    id="pageable",
-    faults=(),
-    summary="host memory that cannot be pinned stays pageable, with one warning",
-    targets=(
-        Target(
-            HYBRID,
-            "HybridDeviceOptimizer._get_sub_optimizer_param_groups",
-            _wrap_split_groups,
-            takes("self"),
-        ),
-        Target(
-            HYBRID, "HybridDeviceOptimizer._set_sub_optimizer_grads", _wrap_set_grads, takes("self")
-        ),
-    ),
-)

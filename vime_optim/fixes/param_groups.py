@@ -14,34 +14,27 @@ from typing import Any
 
 from vime_optim.fixes.places import OPTIMIZER
 from vime_optim.optimizer.matching import identifiers, match_groups
-from vime_optim.registry import Fix, Hit, Target, takes
+from vime_optim.registry import Fix, Hit, takes
 
-
-def _wrap(original: Any, hit: Hit) -> Any:
-    def _filter_and_reorder_param_groups(current_groups: Any, state_dict_groups: Any) -> Any:
-        if len(current_groups) != len(state_dict_groups):
-            return original(current_groups, state_dict_groups)
-        hit()
-        matched = match_groups(current_groups, state_dict_groups, identifiers())
-        # Parameters are in the present order; only the values beside them were saved.
-        return [
-            {**found, "params": given["params"]}
-            for found, given in zip(matched, state_dict_groups, strict=True)
-        ]
-
-    return _filter_and_reorder_param_groups
-
+_OPTIMIZER = f"{OPTIMIZER}:MegatronOptimizer"
 
 FIX = Fix(
     id="param-groups",
     faults=("F24",),
     summary="param groups that differ in one value alone keep it on a resume",
-    targets=(
-        Target(
-            OPTIMIZER,
-            "MegatronOptimizer._filter_and_reorder_param_groups",
-            _wrap,
-            takes("current_groups", "state_dict_groups"),
-        ),
-    ),
 )
+
+
+@FIX.wraps(
+    _OPTIMIZER, "_filter_and_reorder_param_groups", takes("current_groups", "state_dict_groups")
+)
+def _reorder(original: Any, hit: Hit, current_groups: Any, state_dict_groups: Any) -> Any:
+    if len(current_groups) != len(state_dict_groups):
+        return original(current_groups, state_dict_groups)
+    hit()
+    matched = match_groups(current_groups, state_dict_groups, identifiers())
+    # Parameters are in the present order; only the values beside them were saved.
+    return [
+        {**found, "params": given["params"]}
+        for found, given in zip(matched, state_dict_groups, strict=True)
+    ]

@@ -13,32 +13,21 @@ from __future__ import annotations
 from typing import Any
 
 from vime_optim.fixes.places import TORCH_STRATEGY
-from vime_optim.registry import Fix, Hit, Target, takes
-
-
-def _wrap_reader(original: Any, hit: Hit) -> Any:
-    def get_filesystem_reader(*args: Any, **kwargs: Any) -> Any:
-        from vime_optim.reshard import storage
-
-        reader = original(*args, **kwargs)
-        if storage.is_understood(reader):
-            hit()
-            storage.take_over(reader)
-        return reader
-
-    return get_filesystem_reader
-
+from vime_optim.registry import Fix, Hit, takes
 
 FIX = Fix(
     id="read-in-place",
     faults=("F11",),
     summary="tensors are read from their files straight into place, by several threads",
-    targets=(
-        Target(
-            TORCH_STRATEGY,
-            "_get_filesystem_reader",
-            _wrap_reader,
-            takes("checkpoint_dir"),
-        ),
-    ),
 )
+
+
+@FIX.wraps(TORCH_STRATEGY, "_get_filesystem_reader", takes("checkpoint_dir"))
+def _get_filesystem_reader(original: Any, hit: Hit, *args: Any, **kwargs: Any) -> Any:
+    from vime_optim.reshard import storage
+
+    reader = original(*args, **kwargs)
+    if storage.is_understood(reader):
+        hit()
+        storage.take_over(reader)
+    return reader

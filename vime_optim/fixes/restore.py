@@ -19,15 +19,22 @@ from typing import Any
 import torch
 
 from vime_optim.errors import OptimizerStateError
-from vime_optim.fixes.places import DISTRIBUTED
+from vime_optim.fixes.places import DISTRIBUTED_OPTIMIZER
 from vime_optim.optimizer.kinds import MASTER, STATE_MASTER, param_name
 from vime_optim.optimizer.restoring import write_slot
 from vime_optim.optimizer.slots import slots_of
 from vime_optim.probe import has_patch, missing_parameters
-from vime_optim.registry import NEEDED, Diagnosis, Fix, Hit, Target, Verdict, not_understood
+from vime_optim.registry import NEEDED, Diagnosis, Fix, Hit, Verdict, not_understood
 
 _MASTER_NAMES = (MASTER, STATE_MASTER, "fp32_param")
 """Names of the master in Megatron's formats, the current one first."""
+
+
+FIX = Fix(
+    id="restore",
+    faults=("F6", "F8", "F10"),
+    summary="restored Adam state owns its storage and ignores what is no state",
+)
 
 
 @torch.no_grad()
@@ -56,16 +63,6 @@ def _find(tensors: Mapping[str, Any], name: str) -> Any:
     return next((tensors[n] for n in names if n in tensors), None)
 
 
-def _wrap_set(original: Any, hit: Hit) -> Any:
-    def set_main_param_and_optimizer_states(
-        self: Any, model_param: torch.Tensor, tensors: dict[str, Any]
-    ) -> None:
-        hit()
-        restore_states(self, model_param, tensors)
-
-    return set_main_param_and_optimizer_states
-
-
 def _diagnose(module: ModuleType, original: Any) -> Diagnosis:
     reason = missing_parameters(original, "self", "model_param", "tensors")
     if reason:
@@ -76,16 +73,9 @@ def _diagnose(module: ModuleType, original: Any) -> Diagnosis:
     return NEEDED
 
 
-FIX = Fix(
-    id="restore",
-    faults=("F6", "F8", "F10"),
-    summary="restored Adam state owns its storage and ignores what is no state",
-    targets=(
-        Target(
-            DISTRIBUTED,
-            "DistributedOptimizer._set_main_param_and_optimizer_states",
-            _wrap_set,
-            _diagnose,
-        ),
-    ),
-)
+@FIX.wraps(DISTRIBUTED_OPTIMIZER, "_set_main_param_and_optimizer_states", _diagnose)
+def _set_states(
+    original: Any, hit: Hit, self: Any, model_param: torch.Tensor, tensors: dict[str, Any]
+) -> None:
+    hit()
+    restore_states(self, model_param, tensors)

@@ -22,30 +22,43 @@ from typing import Any
 from vime_optim.errors import VimeOptimError
 from vime_optim.fixes.places import DCP
 from vime_optim.probe import missing_parameters, missing_words, source_of
-from vime_optim.registry import NEEDED, Diagnosis, Fix, Hit, Target, fixed_upstream, not_understood
+from vime_optim.registry import NEEDED, Diagnosis, Fix, Hit, fixed_upstream, not_understood
 
 METADATA_LIMIT_BYTES = 1 << 30
+_READER = f"{DCP}.filesystem:FileSystemReader"
 
 
-def _wrap_read_metadata(original: Any, hit: Hit) -> Any:
-    def read_metadata(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from torch.distributed.checkpoint.metadata import StorageMeta
+FIX = Fix(
+    id="safe-read",
+    faults=("F31",),
+    summary="a load runs no code of the checkpoint",
+)
 
-        from vime_optim.commit.load_check import note_cause
 
-        hit()
-        path = self._get_metadata_path(kwargs.get("rank"))
-        try:
-            metadata = _metadata_of(self, path)
-        except VimeOptimError as error:
-            note_cause(error)
-            raise
-        if getattr(metadata, "storage_meta", None) is None:
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+def _diagnose_read_metadata(module: ModuleType, original: Any) -> Diagnosis:
+    if "pickle" not in source_of(original):
+        return fixed_upstream("it does not unpickle")
+    reason = missing_words(original, "_get_metadata_path", "storage_meta", "load_id")
+    return not_understood(reason) if reason else NEEDED
 
-    return read_metadata
+
+@FIX.wraps(_READER, "read_metadata", _diagnose_read_metadata)
+def _read_metadata(original: Any, hit: Hit, self: Any, *args: Any, **kwargs: Any) -> Any:
+    from torch.distributed.checkpoint.metadata import StorageMeta
+
+    from vime_optim.commit.load_check import note_cause
+
+    hit()
+    path = self._get_metadata_path(kwargs.get("rank"))
+    try:
+        metadata = _metadata_of(self, path)
+    except VimeOptimError as error:
+        note_cause(error)
+        raise
+    if getattr(metadata, "storage_meta", None) is None:
+        metadata.storage_meta = StorageMeta()
+    metadata.storage_meta.load_id = self.load_id
+    return metadata
 
 
 def _metadata_of(reader: Any, path: Any) -> Any:
@@ -65,49 +78,18 @@ def _metadata_of(reader: Any, path: Any) -> Any:
     return load_metadata(data, where)
 
 
-def _diagnose_read_metadata(module: ModuleType, original: Any) -> Diagnosis:
-    if "pickle" not in source_of(original):
-        return fixed_upstream("it does not unpickle")
-    reason = missing_words(original, "_get_metadata_path", "storage_meta", "load_id")
-    return not_understood(reason) if reason else NEEDED
+@FIX.wraps(_READER, "read_data")
+def _read_data(original: Any, hit: Hit, self: Any, plan: Any, planner: Any) -> Any:
+    from torch.distributed.checkpoint.filesystem import FileSystem
 
+    from vime_optim.files.plain import require_plain
 
-def _wrap_read_data(original: Any, hit: Hit) -> Any:
-    def read_data(self: Any, plan: Any, planner: Any) -> Any:
-        from torch.distributed.checkpoint.filesystem import FileSystem
-
-        from vime_optim.files.plain import require_plain
-
-        if type(self.fs) is FileSystem:
-            names = {self.storage_data[item.storage_index].relative_path for item in plan.items}
-            for path in (self.fs.concat_path(self.path, name) for name in sorted(names)):
-                if os.path.exists(path):  # else torch says so
-                    require_plain(path, os.stat(path).st_mode)
-        return original(self, plan, planner)
-
-    return read_data
-
-
-def _wrap_load_bytes(original: Any, hit: Hit) -> Any:
-    def load_bytes(self: Any, read_item: Any, value: io.BytesIO) -> None:
-        from vime_optim.files.objects import load_object
-
-        hit()
-        key = read_item.dest_index.fqn
-        loaded = load_object(value.getbuffer(), f"{_file_of(self, read_item)}: {key}")
-        if self.flatten_state_dict:
-            nested: Any = importlib.import_module(f"{DCP}._nested_dict")
-            nested.set_element(self.original_state_dict, self.mappings[key], loaded)
-        else:
-            self.state_dict[key] = loaded
-
-    return load_bytes
-
-
-def _file_of(planner: Any, read_item: Any) -> str:
-    """The file that holds an object, for errors."""
-    places = getattr(getattr(planner, "metadata", None), "storage_data", None) or {}
-    return str(getattr(places.get(read_item.storage_index), "relative_path", "an object"))
+    if type(self.fs) is FileSystem:
+        names = {self.storage_data[item.storage_index].relative_path for item in plan.items}
+        for path in (self.fs.concat_path(self.path, name) for name in sorted(names)):
+            if os.path.exists(path):  # else torch says so
+                require_plain(path, os.stat(path).st_mode)
+    return original(self, plan, planner)
 
 
 def _diagnose_load_bytes(module: ModuleType, original: Any) -> Diagnosis:
@@ -120,23 +102,21 @@ def _diagnose_load_bytes(module: ModuleType, original: Any) -> Diagnosis:
     return not_understood(reason) if reason else NEEDED
 
 
-FIX = Fix(
-    id="safe-read",
-    faults=("F31",),
-    summary="a load runs no code of the checkpoint",
-    targets=(
-        Target(
-            f"{DCP}.filesystem",
-            "FileSystemReader.read_metadata",
-            _wrap_read_metadata,
-            _diagnose_read_metadata,
-        ),
-        Target(f"{DCP}.filesystem", "FileSystemReader.read_data", _wrap_read_data),
-        Target(
-            f"{DCP}.default_planner",
-            "DefaultLoadPlanner.load_bytes",
-            _wrap_load_bytes,
-            _diagnose_load_bytes,
-        ),
-    ),
-)
+@FIX.wraps(f"{DCP}.default_planner:DefaultLoadPlanner", "load_bytes", _diagnose_load_bytes)
+def _load_bytes(original: Any, hit: Hit, self: Any, read_item: Any, value: io.BytesIO) -> None:
+    from vime_optim.files.objects import load_object
+
+    hit()
+    key = read_item.dest_index.fqn
+    loaded = load_object(value.getbuffer(), f"{_file_of(self, read_item)}: {key}")
+    if self.flatten_state_dict:
+        nested: Any = importlib.import_module(f"{DCP}._nested_dict")
+        nested.set_element(self.original_state_dict, self.mappings[key], loaded)
+    else:
+        self.state_dict[key] = loaded
+
+
+def _file_of(planner: Any, read_item: Any) -> str:
+    """The file that holds an object, for errors."""
+    places = getattr(getattr(planner, "metadata", None), "storage_data", None) or {}
+    return str(getattr(places.get(read_item.storage_index), "relative_path", "an object"))

@@ -28,12 +28,11 @@ import torch
 
 from vime_optim import settings
 from vime_optim.errors import CheckpointError, OptimizerStateError
-from vime_optim.fixes.places import DISTRIBUTED, LOAD, OPTIMIZER, SERIALIZATION, TRAINING
+from vime_optim.fixes.places import CHAINED_OPTIMIZER, DISTRIBUTED_OPTIMIZER, TRAINING, in_load
 from vime_optim.optimizer.record import record_of
 from vime_optim.probe import bind
-from vime_optim.registry import Call, Fix, Hit, Target, takes
+from vime_optim.registry import Call, Fix, Hit, takes
 from vime_optim.reshard import kept
-from vime_optim.reshard.engine import ParamState
 from vime_optim.state_dicts import Path, replaced, walk
 
 TYPE_KEY = "distrib_optim_sharding_type"
@@ -46,8 +45,19 @@ DEAD = "fully_sharded_model_space"
 _FROZEN_AT_START = 1000
 """More than Python 3.12 freezes by itself (375 objects); a user's gc.freeze() takes 100,000."""
 
+_GIVEN = ("model_sharded_state_dict", "is_loading")
+
 logger = logging.getLogger("vime_optim")
 _warned = False
+
+
+FIX = Fix(
+    id="sharding",
+    faults=("F16",),
+    summary="fully_reshardable under PAO with CPU offload; the checkpoint's type on load",
+    targets=(in_load("sharded_state_dict", "checkpoint_dir"),),
+    after=("chained",),
+)
 
 
 class ShardedOptimizerState(dict[Any, Any]):
@@ -157,55 +167,53 @@ def _warn_once(requested: str) -> None:
         )
 
 
-def _wrap_sharded_state_dict(original: Any, hit: Hit) -> Any:
+@FIX.wraps(DISTRIBUTED_OPTIMIZER, "sharded_state_dict", takes(*_GIVEN, "metadata"))
+@FIX.wraps(CHAINED_OPTIMIZER, "sharded_state_dict", takes(*_GIVEN))
+def _sharded_state_dict(
+    original: Any, hit: Hit, self: Any, model: Any, is_loading: bool = False, *args: Any, **kw: Any
+) -> Any:
     """Serves ChainedOptimizer and DistributedOptimizer; only the outermost call decides."""
+    if _thread.inside:
+        return original(self, model, is_loading, *args, **kw)
+    bound = bind(original, self, model, is_loading, *args, **kw)
+    metadata = dict(bound.get("metadata") or {})
+    requested = bound.pop("sharding_type", None) or metadata.get(TYPE_KEY)
+    hit()
 
-    def sharded_state_dict(
-        self: Any, model_sharded_state_dict: Any, is_loading: bool = False, *args: Any, **kw: Any
-    ) -> Any:
-        if _thread.inside:
-            return original(self, model_sharded_state_dict, is_loading, *args, **kw)
-        bound = bind(original, self, model_sharded_state_dict, is_loading, *args, **kw)
-        metadata = dict(bound.get("metadata") or {})
-        requested = bound.pop("sharding_type", None) or metadata.get(TYPE_KEY)
-        hit()
-
-        def build(sharding_type: str, loads: bool) -> Any:
-            bound.update(metadata={**metadata, TYPE_KEY: sharding_type}, is_loading=loads)
-            _thread.inside = True
-            try:
-                with _collecting_new_garbage_only():
-                    made = original(**bound)
-            finally:
-                _thread.inside = False
-            return described(made, sharding_type, loads)
-
-        def described(made: Any, sharding_type: str, loads: bool) -> Any:
-            if not isinstance(made, dict):
-                return made
-            state = ShardedOptimizerState(made)
-            state.owner, state.requested, state.rebuild = self, requested, build
-            state.sharding_type, state.is_loading = sharding_type, loads
-            return state
-
-        chosen = _settled(self, requested, is_loading)
+    def build(sharding_type: str, loads: bool) -> Any:
+        bound.update(metadata={**metadata, TYPE_KEY: sharding_type}, is_loading=loads)
+        _thread.inside = True
         try:
-            return build(chosen, is_loading)
-        except (Exception, KeyboardInterrupt) as error:
-            if not is_loading:
-                if _is_alone():
-                    raise
-                return RefusedState(error)
-            # The checkpoint may well be of another type (a save was made fully_reshardable), and
-            # then this one need not be possible: dp_reshardable refuses small buckets on some
-            # ranks (F22).
-            if chosen == FULLY or not isinstance(error, Exception):
-                raise
-            state = described({}, chosen, True)
-            state.refusal = error
-            return state
+            with _collecting_new_garbage_only():
+                made = original(**bound)
+        finally:
+            _thread.inside = False
+        return described(made, sharding_type, loads)
 
-    return sharded_state_dict
+    def described(made: Any, sharding_type: str, loads: bool) -> Any:
+        if not isinstance(made, dict):
+            return made
+        state = ShardedOptimizerState(made)
+        state.owner, state.requested, state.rebuild = self, requested, build
+        state.sharding_type, state.is_loading = sharding_type, loads
+        return state
+
+    chosen = _settled(self, requested, is_loading)
+    try:
+        return build(chosen, is_loading)
+    except (Exception, KeyboardInterrupt) as error:
+        if not is_loading:
+            if _is_alone():
+                raise
+            return RefusedState(error)
+        # The checkpoint may well be of another type (a save was made fully_reshardable), and
+        # then this one need not be possible: dp_reshardable refuses small buckets on some
+        # ranks (F22).
+        if chosen == FULLY or not isinstance(error, Exception):
+            raise
+        state = described({}, chosen, True)
+        state.refusal = error
+        return state
 
 
 def _settled(optimizer: Any, requested: str | None, is_loading: bool) -> str:
@@ -239,6 +247,8 @@ def _collecting_new_garbage_only() -> Iterator[None]:
 
 def recorded_types(state: Any) -> Iterator[str]:
     """Sharding types recorded in a state dict, in whatever place the caller put the optimizer."""
+    from vime_optim.reshard.engine import ParamState
+
     for _, value in walk(state, leaves=ParamState):
         found = value.get(RECORD_KEY) if isinstance(value, dict) else None
         if isinstance(found, str):
@@ -323,43 +333,11 @@ def _type_of_checkpoint(directory: str) -> str | None:
     return found
 
 
-def _wrap_metadata(original: Any, hit: Hit) -> Any:
-    def build_sharded_state_dict_metadata(args: Any, *rest: Any, **kwargs: Any) -> Any:
-        hit()
-        metadata = original(args, *rest, **kwargs)
-        requested = metadata.get(TYPE_KEY)
-        if requested is not None:
-            metadata[TYPE_KEY] = settle_type(args, requested, False)
-        return metadata
-
-    return build_sharded_state_dict_metadata
-
-
-FIX = Fix(
-    id="sharding",
-    faults=("F16",),
-    summary="fully_reshardable under PAO with CPU offload; the checkpoint's type on load",
-    targets=(
-        Target(
-            DISTRIBUTED,
-            "DistributedOptimizer.sharded_state_dict",
-            _wrap_sharded_state_dict,
-            takes("model_sharded_state_dict", "is_loading", "metadata"),
-        ),
-        Target(
-            OPTIMIZER,
-            "ChainedOptimizer.sharded_state_dict",
-            _wrap_sharded_state_dict,
-            takes("model_sharded_state_dict", "is_loading"),
-        ),
-        Target(SERIALIZATION, "load", LOAD, takes("sharded_state_dict", "checkpoint_dir")),
-        Target(
-            TRAINING,
-            "_build_sharded_state_dict_metadata",
-            _wrap_metadata,
-            takes("args"),
-            optional=True,
-        ),
-    ),
-    after=("chained",),
-)
+@FIX.wraps(TRAINING, "_build_sharded_state_dict_metadata", takes("args"), optional=True)
+def _content_metadata(original: Any, hit: Hit, args: Any, *rest: Any, **kwargs: Any) -> Any:
+    hit()
+    metadata = original(args, *rest, **kwargs)
+    requested = metadata.get(TYPE_KEY)
+    if requested is not None:
+        metadata[TYPE_KEY] = settle_type(args, requested, False)
+    return metadata

@@ -16,9 +16,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from vime_optim.fixes.places import DISTRIBUTED, OPTIMIZER, STATE_DICT
+from vime_optim.fixes.places import CHAINED_OPTIMIZER, DISTRIBUTED_OPTIMIZER, in_state_dict
 from vime_optim.optimizer.kinds import is_stub
-from vime_optim.registry import Fix, Hit, Target, Wrap, takes
+from vime_optim.registry import Fix, Hit, takes
+
+_FILE_OF_ITS_OWN = ("save_parameter_state", "load_parameter_state")
+
+FIX = Fix(
+    id="stub",
+    faults=("F23",),
+    summary="a chained optimizer without parameters is saved and loaded as nothing",
+    targets=(in_state_dict(),),
+    after=("step", "foreign", "canonical-master", "sharding"),
+)
 
 
 def empty_state() -> dict[str, Any]:
@@ -33,69 +43,59 @@ def holds_nothing(optimizer: Any, hit: Hit) -> bool:
     return False
 
 
-def _wrap_sharded(original: Any, hit: Hit) -> Any:
-    def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return empty_state() if holds_nothing(self, hit) else original(self, *args, **kwargs)
-
-    return sharded_state_dict
+@FIX.wraps(DISTRIBUTED_OPTIMIZER, "sharded_state_dict", takes("self", "model_sharded_state_dict"))
+def _sharded_state_dict(original: Any, hit: Hit, self: Any, *args: Any, **kwargs: Any) -> Any:
+    return empty_state() if holds_nothing(self, hit) else original(self, *args, **kwargs)
 
 
-def _wrap_nothing(original: Any, hit: Hit) -> Any:
+@FIX.wraps(DISTRIBUTED_OPTIMIZER, "load_state_dict", takes("self", "state_dict"))
+@FIX.wraps(DISTRIBUTED_OPTIMIZER, _FILE_OF_ITS_OWN, takes("self", "filename"))
+@FIX.wraps(DISTRIBUTED_OPTIMIZER, "load_parameter_state_from_dp_zero", takes("self", "state_dict"))
+def _nothing(original: Any, hit: Hit, self: Any, *args: Any, **kwargs: Any) -> None:
     """Serves what a stub has nothing to do for: every load, and a save to a file of its own."""
-
-    def nothing(self: Any, *args: Any, **kwargs: Any) -> None:
-        if is_stub(self):
-            hit()
-        else:
-            original(self, *args, **kwargs)
-
-    return nothing
-
-
-def _wrap_gather(original: Any, hit: Hit) -> Any:
-    def get_parameter_state_dp_zero(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_stub(self):
-            return original(self, *args, **kwargs)
+    if is_stub(self):
         hit()
-        group = self.__dict__.get("data_parallel_group")
-        return {} if group is None or group.rank() == 0 else None
-
-    return get_parameter_state_dp_zero
+    else:
+        original(self, *args, **kwargs)
 
 
-def _wrap_parameter_state(original: Any, hit: Hit) -> Any:
+@FIX.wraps(DISTRIBUTED_OPTIMIZER, "get_parameter_state_dp_zero", takes("self"))
+def _gather(original: Any, hit: Hit, self: Any, *args: Any, **kwargs: Any) -> Any:
+    if not is_stub(self):
+        return original(self, *args, **kwargs)
+    hit()
+    group = self.__dict__.get("data_parallel_group")
+    return {} if group is None or group.rank() == 0 else None
+
+
+@FIX.wraps(CHAINED_OPTIMIZER, _FILE_OF_ITS_OWN, takes("self", "filename"))
+def _parameter_state(original: Any, hit: Hit, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Serves the save and the load of a chain. Each optimizer keeps its place in the file."""
-
-    def parameter_state(self: Any, *args: Any, **kwargs: Any) -> Any:
-        stubs = [member for member in self.chained_optimizers if is_stub(member)]
-        groups = [
-            member.data_parallel_group
-            for member in self.chained_optimizers
-            if not is_stub(member) and hasattr(member, "data_parallel_group")
-        ]
-        if not stubs:
-            return original(self, *args, **kwargs)
-        if not groups:
-            with _without_stubs(self, hit):
-                return original(self, *args, **kwargs)
-        hit()
-        for stub in stubs:
-            stub.data_parallel_group = groups[0]
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            for stub in stubs:
-                del stub.data_parallel_group
-
-    return parameter_state
-
-
-def _wrap_on_the_others(original: Any, hit: Hit) -> Any:
-    def on_the_others(self: Any, *args: Any, **kwargs: Any) -> Any:
+    stubs = [member for member in self.chained_optimizers if is_stub(member)]
+    groups = [
+        member.data_parallel_group
+        for member in self.chained_optimizers
+        if not is_stub(member) and hasattr(member, "data_parallel_group")
+    ]
+    if not stubs:
+        return original(self, *args, **kwargs)
+    if not groups:
         with _without_stubs(self, hit):
             return original(self, *args, **kwargs)
+    hit()
+    for stub in stubs:
+        stub.data_parallel_group = groups[0]
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        for stub in stubs:
+            del stub.data_parallel_group
 
-    return on_the_others
+
+@FIX.wraps(CHAINED_OPTIMIZER, "_synchronize_steps", takes("self"))
+def _on_the_others(original: Any, hit: Hit, self: Any, *args: Any, **kwargs: Any) -> Any:
+    with _without_stubs(self, hit):
+        return original(self, *args, **kwargs)
 
 
 @contextmanager
@@ -109,44 +109,3 @@ def _without_stubs(chain: Any, hit: Hit) -> Iterator[None]:
         yield
     finally:
         chain.chained_optimizers = everyone
-
-
-def _target(name: str, wrap: Wrap, *needed: str) -> Target:
-    return Target(DISTRIBUTED, f"DistributedOptimizer.{name}", wrap, takes("self", *needed))
-
-
-FIX = Fix(
-    id="stub",
-    faults=("F23",),
-    summary="a chained optimizer without parameters is saved and loaded as nothing",
-    targets=(
-        Target(DISTRIBUTED, "DistributedOptimizer.state_dict", STATE_DICT, takes("self")),
-        Target(
-            DISTRIBUTED,
-            "DistributedOptimizer.sharded_state_dict",
-            _wrap_sharded,
-            takes("self", "model_sharded_state_dict"),
-        ),
-        _target("load_state_dict", _wrap_nothing, "state_dict"),
-        _target("get_parameter_state_dp_zero", _wrap_gather),
-        _target("save_parameter_state", _wrap_nothing, "filename"),
-        _target("load_parameter_state", _wrap_nothing, "filename"),
-        _target("load_parameter_state_from_dp_zero", _wrap_nothing, "state_dict"),
-        *(
-            Target(
-                OPTIMIZER,
-                f"ChainedOptimizer.{name}",
-                _wrap_parameter_state,
-                takes("self", "filename"),
-            )
-            for name in ("save_parameter_state", "load_parameter_state")
-        ),
-        Target(
-            OPTIMIZER,
-            "ChainedOptimizer._synchronize_steps",
-            _wrap_on_the_others,
-            takes("self"),
-        ),
-    ),
-    after=("step", "foreign", "canonical-master", "sharding"),
-)

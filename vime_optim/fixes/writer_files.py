@@ -10,57 +10,45 @@ Remove when: upstream's checkpoints say what belongs to them, with digests.
 
 from __future__ import annotations
 
-import functools
 import sys
 from types import ModuleType
 from typing import Any
 
 from vime_optim.fixes.places import NVRX, STRATEGIES
-from vime_optim.probe import (
-    missing_parameters,
-    missing_words,
+from vime_optim.probe import missing_parameters, missing_words
+from vime_optim.registry import NEEDED, Diagnosis, Fix, Hit, not_understood
+
+_WRITER = "filesystem_async:FileSystemWriterAsync"
+
+
+FIX = Fix(
+    id="writer-files",
+    faults=("F14",),
+    summary="files written in one pass with digests, without copies",
+    requires=("writer-async",),
 )
-from vime_optim.registry import NEEDED, Diagnosis, Fix, Hit, Target, not_understood
-
-# Writers: files, digests and results.
 
 
-def _wrap_get_save_function(original: Any, hit: Hit) -> Any:
-    def get_save_function_and_args(self: Any) -> Any:
-        from vime_optim.commit import file_plan
+@FIX.wraps(f"{STRATEGIES}.{_WRITER}", "get_save_function_and_args")
+@FIX.wraps(f"{NVRX}.{_WRITER}", "get_save_function_and_args", optional=True)
+def _save_function(original: Any, hit: Hit, self: Any) -> Any:
+    from vime_optim.commit import file_plan
 
-        ours = file_plan.save_function_and_args(self)
-        if ours is None:
-            return original(self)
-        hit()
-        return ours
-
-    return get_save_function_and_args
-
-
-def _wrap_execute_sync(original: Any, hit: Hit) -> Any:
-    @functools.wraps(original)
-    def execute_sync(self: Any) -> None:
-        from vime_optim.commit import agreement
-
-        hit()
-        agreement.point()  # all have planned, and none writes when one could not
-        original(self)
-
-    return execute_sync
+    ours = file_plan.save_function_and_args(self)
+    if ours is None:
+        return original(self)
+    hit()
+    return ours
 
 
-def _wrap_prepare(original: Any, hit: Hit) -> Any:
-    def prepare_write_data(self: Any, plan: Any, planner: Any) -> None:
-        if not _writes_plain_files(self):
-            original(self, plan, planner)
-            return
-        from vime_optim.commit import file_plan
+@FIX.wraps(f"{STRATEGIES}.async_utils:AsyncRequest", "execute_sync")
+@FIX.wraps(f"{NVRX}.core:AsyncRequest", "execute_sync", optional=True)
+def _execute_sync(original: Any, hit: Hit, self: Any) -> None:
+    from vime_optim.commit import agreement
 
-        hit()
-        file_plan.prepare_write_data(sys.modules[original.__module__], self, plan, planner)
-
-    return prepare_write_data
+    hit()
+    agreement.point()  # all have planned, and none writes when one could not
+    original(self)
 
 
 def _diagnose_prepare(module: ModuleType, original: Any) -> Diagnosis:
@@ -71,6 +59,18 @@ def _diagnose_prepare(module: ModuleType, original: Any) -> Diagnosis:
     if not hasattr(module, "_split_by_separation_hint"):
         return not_understood("its module does not separate items by a hint")
     return NEEDED
+
+
+@FIX.wraps(f"{STRATEGIES}.{_WRITER}", "prepare_write_data", _diagnose_prepare)
+@FIX.wraps(f"{NVRX}.{_WRITER}", "prepare_write_data", _diagnose_prepare, optional=True)
+def _prepare(original: Any, hit: Hit, self: Any, plan: Any, planner: Any) -> None:
+    if not _writes_plain_files(self):
+        original(self, plan, planner)
+        return
+    from vime_optim.commit import file_plan
+
+    hit()
+    file_plan.prepare_write_data(sys.modules[original.__module__], self, plan, planner)
 
 
 def _writes_plain_files(writer: Any) -> bool:
@@ -85,68 +85,28 @@ def _writes_plain_files(writer: Any) -> bool:
     return not getattr(getattr(writer, "transforms", None), "extensions", None)
 
 
-def _wrap_finish(original: Any, hit: Hit) -> Any:
-    def finish(self: Any, metadata: Any, results: Any) -> None:
-        from vime_optim.commit import sessions
-        from vime_optim.files.manifest import MANIFEST_MARK
-        from vime_optim.planning.metadata_file import write_metadata
+@FIX.wraps(f"{STRATEGIES}.{_WRITER}", "finish")
+@FIX.wraps(f"{NVRX}.{_WRITER}", "finish", optional=True)
+def _finish(original: Any, hit: Hit, self: Any, metadata: Any, results: Any) -> None:
+    from vime_optim.commit import sessions
+    from vime_optim.files.manifest import MANIFEST_MARK
+    from vime_optim.planning.metadata_file import write_metadata
 
-        plain = _writes_plain_files(self)
-        session = sessions.session_of(self.checkpoint_dir) if plain else None
-        if session is not None:
-            session.take_away_marks()  # of a save that ended here since this one began
-        records = sessions.records_of(results) if plain else None
-        if records is not None:
-            setattr(metadata, MANIFEST_MARK, True)
-        else:
-            vars(metadata).pop(MANIFEST_MARK, None)  # metadata may be that of an earlier save
-        if records is not None:
-            write_metadata(original, self, metadata, results)
-        else:
-            original(self, metadata, results)
-        if session is not None:
-            session.written.add(".metadata")
-        if records is not None and (session is None or session.error is None):
-            hit()
-            sessions.write_manifest(str(self.checkpoint_dir), records)
-
-    return finish
-
-
-def _writer_targets(package: str, requests: str, optional: bool) -> tuple[Target, ...]:
-    module = f"{package}.filesystem_async"
-    writer = "FileSystemWriterAsync"
-    return (
-        Target(
-            f"{package}.{requests}",
-            "AsyncRequest.execute_sync",
-            _wrap_execute_sync,
-            optional=optional,
-        ),
-        Target(
-            module,
-            f"{writer}.prepare_write_data",
-            _wrap_prepare,
-            diagnose=_diagnose_prepare,
-            optional=optional,
-        ),
-        Target(
-            module,
-            f"{writer}.get_save_function_and_args",
-            _wrap_get_save_function,
-            optional=optional,
-        ),
-        Target(module, f"{writer}.finish", _wrap_finish, optional=optional),
-    )
-
-
-FIX = Fix(
-    id="writer-files",
-    faults=("F14",),
-    summary="files written in one pass with digests, without copies",
-    targets=(
-        *_writer_targets(STRATEGIES, "async_utils", optional=False),
-        *_writer_targets(NVRX, "core", optional=True),
-    ),
-    requires=("writer-async",),
-)
+    plain = _writes_plain_files(self)
+    session = sessions.session_of(self.checkpoint_dir) if plain else None
+    if session is not None:
+        session.take_away_marks()  # of a save that ended here since this one began
+    records = sessions.records_of(results) if plain else None
+    if records is not None:
+        setattr(metadata, MANIFEST_MARK, True)
+    else:
+        vars(metadata).pop(MANIFEST_MARK, None)  # metadata may be that of an earlier save
+    if records is not None:
+        write_metadata(original, self, metadata, results)
+    else:
+        original(self, metadata, results)
+    if session is not None:
+        session.written.add(".metadata")
+    if records is not None and (session is None or session.error is None):
+        hit()
+        sessions.write_manifest(str(self.checkpoint_dir), records)
