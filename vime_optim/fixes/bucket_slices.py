@@ -1,12 +1,10 @@
 """dp_reshardable where padding crosses the ranks' slices of a bucket.
 
-Symptom: a save dies with `empty bucket encountered`, or the checkpoint is refused for a chunk past
-the unpadded end of a bucket (F22).
-Cause: every rank is taken to hold a parameter of every bucket; the padding behind a rank's last
-parameter always fills its slice, though the data may end before.
-Changes: the entries of a bucket get their padding here, cut at the end of the data, so that
-Megatron finds no gap to fill. A rank whose slice holds none of the data gets one entry without
-tensors, and one that holds padding alone asks the other ranks what states there are.
+Symptom: a save dies with `empty bucket encountered`, or its chunks are refused (F22).
+Cause: every rank is taken to hold a parameter of every bucket, and padding to fill its slice.
+Changes: the entries of a bucket get their padding here, cut at the end of the data. A rank whose
+slice holds none of the data gets one entry without tensors; one that holds padding alone asks the
+others what states there are.
 Leaves alone: keys, shapes and offsets of the format, which stock megatron-core loads.
 Remove when: Megatron pads no further than to numel_unpadded and takes empty slices.
 """

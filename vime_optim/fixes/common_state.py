@@ -1,12 +1,10 @@
 """The common state holds no classes and no steps, and is read under weights_only.
 
-Symptom: load raises UnpicklingError, as optimizer classes sit in the common state (F9); load raises
-`Cannot merge two lists with different lengths`, as a per-rank list of steps does (F2).
+Symptom: a load fails on optimizer classes (F9) or lists of steps (F2) in the common state.
 Cause: HybridDeviceOptimizer's defaults are copied into its param groups; a step that is no
 ShardedTensor counts as common state, which rank 0 alone writes.
-Changes: while Megatron reads the common state, the names of known optimizer classes stand for inert
-placeholders (no class is imported, none is ever allowed globally); what was read is then cleared of
-classes and of param state. What a checkpoint of ours holds is kept clean by the `step` fix.
+Changes: while Megatron reads the common state, inert placeholders stand for optimizer classes (none
+is imported, none allowed globally); what was read is cleared of classes and of param state.
 Leaves alone: everything else in the common state.
 Remove when: no checkpoint of megatron-core 0.15 to 0.18 is left.
 """

@@ -1,11 +1,9 @@
 """Gradients that HybridDeviceOptimizer hands to the part that stays on the device.
 
-Symptom: with PAO, native float32 parameters on the device (a norm, a router's bias) are never
-trained, and nothing is said; with 16-bit gradients the device's step may read a gradient before it
-is there.
-Cause: under PAO the gradient is in `decoupled_grad`. It is looked up for host copies and for
-float32 masters, but a float32 parameter on the device has neither, and its optimizer reads `grad`.
-Gradients are cast on the copy stream, which the device's step does not wait for.
+Symptom: float32 parameters on the device are never trained under PAO (F28); with 16-bit gradients
+the device's step may read a gradient before it is there.
+Cause: under PAO the gradient is in `decoupled_grad`, looked up for host copies and masters alone,
+and such a parameter has neither. The device's step does not wait for casts on the copy stream.
 Changes: such a parameter gets its `grad`; the device's step waits for casts, where there are any.
 Leaves alone: host parameters, masters, and float32 gradients, which are not cast.
 Remove when: `_set_sub_optimizer_grads` looks at every parameter of the device's optimizer.

@@ -1,12 +1,10 @@
 """A model loaded without its optimizer (fine-tuning) refreshes every master parameter.
 
 Symptom: the first step after loading a model throws the loaded weights away (F12).
-Cause: `_copy_model_params_to_main_params` returns early under PAO, where FusedAdam may already hold
-masters of the old weights, and under CPU offload without PAO, where Megatron's own float32 copies
-are never written.
-Changes: after Megatron's method, the masters that it left out are set from the model's parameters,
-or from the state dict that was given. In an optimizer that was trained or restored, the masters of
-a shard that round to its parameters stay as they are.
+Cause: `_copy_model_params_to_main_params` returns early under PAO and under CPU offload.
+Changes: the masters that it left out are set from the model's parameters, or from the state dict
+that was given. In an optimizer that was trained or restored, masters that round to their
+parameters stay as they are.
 Leaves alone: Megatron-FSDP, stubs, float8 parameters under delayed scaling with PAO.
 Remove when: the method has no early return.
 """

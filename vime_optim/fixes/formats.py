@@ -1,14 +1,12 @@
 """A save is of a format that can hold it, and that its reader takes.
 
-Symptom: fully_reshardable fails where some of the layers (or experts) that share a key are frozen,
-in the middle of planning; local checkpoints refuse fully_reshardable; a checkpoint whose rank 0 has
-no optimizer does not say of which type the others' is.
-Cause: a tensor of which a part has no state cannot be described; Megatron's local checkpoints hold
-each rank's own shards; rank 0 alone writes what a checkpoint says of itself.
-Changes: save() finds out from one number a rank whether the tensors are whole, before anything is
-written; where they are not, all ranks save dp_reshardable, with a warning, or raise where
-VIME_OPTIM_SHARDING says so. Local checkpoints keep the type that was asked for, and load what they
-hold. The type that was saved is recorded by all.
+Symptom: fully_reshardable fails in planning where some of the layers that share a key are frozen;
+local checkpoints refuse it; a checkpoint whose rank 0 has no optimizer does not say its type.
+Cause: a tensor of which a part has no state cannot be described; a local checkpoint holds a rank's
+own shards; rank 0 alone writes what a checkpoint says of itself.
+Changes: before anything is written save() learns from one number a rank whether the tensors are
+whole; where not, all ranks save dp_reshardable with a warning, or raise (VIME_OPTIM_SHARDING).
+Local checkpoints keep the type that was asked for. The type that was saved is recorded by all.
 Leaves alone: what the format can describe.
 Remove when: Megatron describes tensors of which a part is missing.
 """

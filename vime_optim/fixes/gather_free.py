@@ -1,12 +1,11 @@
 """fully_reshardable without gathering: the cost of dp_reshardable, files that Megatron loads.
 
-Symptom: saving runs hosts out of memory, as every rank gathers float32 copies of everything (F11);
-after load each moment holds the whole tensor that it was cut from (F10).
+Symptom: a save runs hosts out of memory (F11); after a load each moment holds the whole tensor
+that it was cut from (F10).
 Cause: Megatron makes whole parameters, since its files used to be a regular grid.
-Changes: both directions of the format are replaced by vime_optim/reshard; before anything is
-written the data-parallel ranks compare a digest of the plan; on load, a tensor that the checkpoint
-holds only in part raises, plain tensors are read straight into place, and states that FusedAdam
-codes are read one shard at a time when the optimizer takes them.
+Changes: both directions of the format are those of vime_optim/reshard; the data-parallel ranks
+compare a digest of the plan before anything is written; a tensor that the checkpoint holds only in
+part raises.
 Leaves alone: the format itself, Megatron's writers, and its reader where a file is not understood.
 Remove when: Megatron writes irregular shards itself.
 """

@@ -1,13 +1,11 @@
 """Plans of thousands of chunks are checked and made in seconds, not hours.
 
-Symptom: saves of large MoE models stand still for minutes to hours while rank 0 validates the
-plan (F30); loads try every chunk against every other; frameworks switch the check off altogether.
-Cause: torch compares chunks pair by pair (up to 2.9), or sweeps along one axis that every chunk of
-a stacked key spans, which is pair by pair again.
-Changes: torch's check of a global plan is answered in n log n, with the same verdicts, and messages
-that name ranks; it runs also where a framework replaced torch's by one that says yes. Read items
-are found by planes, in the order of older torch. Checks of shards' metadata likewise. Of a key with
-prepended axes a rank describes its own shards to torch, not the grid of all ranks.
+Symptom: saves of large MoE models stand still while rank 0 validates the plan (F30); loads try
+every chunk against every other; frameworks switch the check off altogether.
+Cause: torch compares chunks pair by pair, or sweeps along one axis that all of them span.
+Changes: torch's check is answered in n log n (planning/global_check), with ranks in its messages,
+also where a framework replaced it by one that says yes; so are read items and checks of shards.
+Of a key with prepended axes a rank describes its own shards to torch, not the grid of all ranks.
 Leaves alone: plans of few chunks, and whatever is not understood: torch's own code judges it.
 Remove when: torch's checks are near linear for keys whose chunks all span the longest axis.
 """

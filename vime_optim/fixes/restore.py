@@ -1,11 +1,10 @@
 """Restored Adam state goes into the optimizer's own storage, value by value.
 
-Symptom: load dies on a `padding` marker (F6), on a missing `step` or `master_param` (F8 and its
-siblings); host memory never comes back after resume, as moments are views of what was read (F10).
+Symptom: a load dies on a `padding` marker (F6), or a missing `step` or `master_param` (F8); moments
+stay views of all that was read (F10).
 Cause: Megatron hands everything it finds to the optimizer, by reference for CPU offload.
-Changes: `_set_main_param_and_optimizer_states` is replaced: each state that the optimizer has is
-looked up among what was loaded, checked, and copied in place. Replaced rather than wrapped, since
-each of the method's three branches is at fault.
+Changes: `_set_main_param_and_optimizer_states` is replaced, since each of its branches is at fault:
+each state that the optimizer has is looked up in what was loaded, checked, and copied in place.
 Leaves alone: which states are loaded, and in what order.
 Remove when: Megatron copies in place and ignores what is no state.
 """

@@ -1,12 +1,10 @@
 """A load runs no code of the checkpoint: `.metadata` and stored objects are read by a closed list.
 
-Symptom: a checkpoint that somebody else wrote runs any code with the rights of the job.
-Cause: torch unpickles `.metadata` as it is, and DCP's planner reads every stored object (RNG and
-extra state, param groups, from 0.19 on the common state) with weights_only=False.
-Changes: torch's FileSystemReader reads `.metadata` by our parser, which knows DCP's classes alone;
-DefaultLoadPlanner reads objects under weights_only, where torch's list, Megatron's and what the
-user allowed with torch.serialization.add_safe_globals count. Optimizer classes in param groups
-(F9) stand for nothing and are dropped. Pipes, devices and absurd sizes are refused.
+Symptom: a checkpoint that somebody else wrote runs any code with the rights of the job (F31).
+Cause: torch unpickles `.metadata` as it is, and DCP's planner reads objects without weights_only.
+Changes: `.metadata` is read by our parser, which knows DCP's classes alone; objects are read under
+weights_only, where torch's list, Megatron's and the user's (add_safe_globals) count. Optimizer
+classes in param groups (F9) are dropped. Pipes, devices and absurd sizes are refused.
 Leaves alone: tensors (always read under weights_only), and other planners and readers.
 Remove when: torch reads both by a closed list.
 """

@@ -1,17 +1,13 @@
 """fully_reshardable under PAO with CPU offload, a working default, and the recorded type on load.
 
-Symptom: a run with PAO and CPU offload cannot be resumed from dp_reshardable on any release (F1 to
-F3); a caller that passes no sharding type gets `flattened_range is not supported` (F16).
+Symptom: PAO with CPU offload does not resume from dp_reshardable (F1 to F3); without a sharding
+type a save fails (F16).
 Cause: the default is a format that Megatron itself dropped, and nothing tells the caller.
-Changes: the type is settled once, where a sharded state dict is asked for, so that it reaches the
-key prefixes of ChainedOptimizer; save() records it in the content metadata; load() rebuilds the
-state dict when the checkpoint records another type than the caller asked for; Megatron's own
-training code builds its metadata with it, log line included. A load leaves the caller's
-description of the model as it was, since the optimizer's template may be asked for after it. A save
-that one rank cannot build is refused by all of them in save(), and not by this rank alone before
-it.
-Leaves alone: Megatron-FSDP; local checkpoints, which take no fully_reshardable (the fix `local`);
-every other combination of optimizer and format.
+Changes: the type is settled once, where a sharded state dict is asked for; load() rebuilds the
+state dict when the checkpoint records another type, and leaves the caller's description of the
+model as it was; Megatron's training code builds its metadata with the type. A save that one rank
+cannot build is refused by all of them in save(), not by this rank alone before it.
+Leaves alone: Megatron-FSDP; local checkpoints (the fix `formats`); all other combinations.
 Remove when: Megatron enforces or fixes the combination itself.
 """
 

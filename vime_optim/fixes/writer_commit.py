@@ -1,7 +1,7 @@
 """A save is complete on all ranks or raises on all; a load is whole or refused.
 
-Symptom: a failure on one rank is raised there alone, and the others wait for ever (F14); a
-directory that is half one save and half another loads.
+Symptom: one rank fails and the others wait for ever; half of one save and half of another loads
+(F14).
 Cause: ranks agree on nothing but what their collectives happen to; an overwritten directory keeps
 the old `metadata.json`.
 Changes: `save` and `load` are one operation of all ranks (commit/agreement); a checkpoint is

@@ -27,13 +27,11 @@ class Session:
     Attributes:
         gathered: whether the ranks have exchanged their plans; from then on all of them come to
             the agreement at the end, whatever happens.
-        faults: what is wrong with the plan, for the message on every rank.
     """
 
     gathered: bool = False
     sent: dict[_Key, bytes] = field(default_factory=dict)
     received: dict[_Key, list[Any]] = field(default_factory=dict)
-    faults: list[str] = field(default_factory=list)
 
 
 class _State(threading.local):
@@ -45,10 +43,6 @@ _confirmed: dict[_Key, bytes] = {}
 """Digest of the plan that the coordinator holds of this rank, by group."""
 _held: dict[_Key, list[Any]] = {}
 """On the coordinator: the plan of each rank, by group."""
-
-
-def current() -> Session | None:
-    return _state.session
 
 
 @contextlib.contextmanager

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import pickle
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from vime_optim.files.cover import Ints
-from vime_optim.planning.overlap import as_array
 
 _LEVEL = 9  # of a few kB: 0.2 ms
 _TYPES = (np.int8, np.int16, np.int32, np.int64)
@@ -88,45 +87,3 @@ class Boxes:
             dict(zip(axes, tables[::2], strict=True)),
             dict(zip(axes, tables[1::2], strict=True)),
         )
-
-
-def boxes_of(
-    entries: Iterator[tuple[str, tuple[int, ...] | None, Any, int, Sequence[int], Sequence[int]]],
-) -> Boxes | None:
-    """Columns of (key, whole shape, kind, hint, offset, size) of each item, or None.
-
-    None where items of a key differ in what must be one for all of them.
-    """
-    numbers: dict[str, int] = {}
-    shapes: list[tuple[int, ...] | None] = []
-    kinds: list[Any] = []
-    key_of: list[int] = []
-    hints: list[int] = []
-    tables: dict[int, tuple[list[Sequence[int]], list[Sequence[int]]]] = {}
-    for key, shape, kind, hint, offset, size in entries:
-        number = numbers.setdefault(key, len(numbers))
-        if number == len(shapes):
-            shapes.append(shape)
-            kinds.append(kind)
-        elif shapes[number] != shape or kinds[number] != kind:
-            return None
-        key_of.append(number)
-        hints.append(hint)
-        if shape is not None:
-            table = tables.setdefault(len(shape), ([], []))
-            table[0].append(offset)
-            table[1].append(size)
-    try:
-        lo = {axes: as_array(table[0], axes) for axes, table in tables.items()}
-        sizes = {axes: as_array(table[1], axes) for axes, table in tables.items()}
-    except (ValueError, OverflowError, TypeError):
-        return None
-    return Boxes(
-        tuple(numbers),
-        tuple(shapes),
-        tuple(kinds),
-        np.array(key_of, dtype=np.int64),
-        np.array(hints, dtype=np.int64),
-        lo,
-        sizes,
-    )

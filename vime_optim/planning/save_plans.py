@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from vime_optim.files.cover import Ints
-from vime_optim.planning.packed import Boxes, boxes_of
+from vime_optim.planning.overlap import as_array
+from vime_optim.planning.packed import Boxes
 
 _NONE = -1
 _KIND = ("dtype", "layout", "requires_grad", "pin_memory")
@@ -61,28 +62,56 @@ def pack_plan(plan: Any) -> Boxes | None:
     if not getattr(plan, "usable", True):
         return None
     try:
-        return boxes_of(_entries(plan))
-    except (_Strange, AttributeError):
+        return _columns(plan.items)
+    except (_Strange, AttributeError, ValueError, OverflowError, TypeError):
         return None
 
 
-def _entries(plan: Any) -> Iterator[Any]:
-    for item in plan.items:
-        index, data = item.index, item.tensor_data
-        if type(item) is not WriteItem or type(index) is not MetadataIndex:
+def _columns(items: Sequence[Any]) -> Boxes:
+    numbers: dict[str, int] = {}
+    whole: list[tuple[Any, Any]] = []
+    """(whole shape, kind) of each key, the same for all of its items."""
+    key_of, hints = [], []
+    lo: dict[int, list[Sequence[int]]] = {}
+    size: dict[int, list[Sequence[int]]] = {}
+    for item in items:
+        number = numbers.setdefault(item.index.fqn, len(numbers))
+        shape, kind = _whole_of(item)
+        if number == len(whole):
+            whole.append((shape, kind))
+        elif whole[number] != (shape, kind):
             raise _Strange
-        if getattr(item, "bytes_io_data", None) is not None:  # not there in torch 2.6
-            raise _Strange
-        hint = _NONE if index.index is None else index.index
-        if item.type == WriteItemType.BYTE_IO and data is None and index.offset is None:
-            yield index.fqn, None, None, hint, (), ()
-        elif item.type == WriteItemType.SHARD and index.offset == data.chunk.offsets:
-            if type(data.properties) is not TensorProperties or hint < _NONE:
-                raise _Strange
-            kind = _kind_of(data.properties)
-            yield index.fqn, tuple(data.size), kind, hint, data.chunk.offsets, data.chunk.sizes
-        else:
-            raise _Strange
+        key_of.append(number)
+        hints.append(_NONE if item.index.index is None else item.index.index)
+        if shape is not None:
+            chunk = item.tensor_data.chunk
+            lo.setdefault(len(shape), []).append(chunk.offsets)
+            size.setdefault(len(shape), []).append(chunk.sizes)
+    return Boxes(
+        tuple(numbers),
+        tuple(shape for shape, _ in whole),
+        tuple(kind for _, kind in whole),
+        np.array(key_of, dtype=np.int64),
+        np.array(hints, dtype=np.int64),
+        {axes: as_array(rows, axes) for axes, rows in lo.items()},
+        {axes: as_array(rows, axes) for axes, rows in size.items()},
+    )
+
+
+def _whole_of(item: Any) -> tuple[tuple[int, ...] | None, tuple[Any, ...] | None]:
+    """The whole tensor's shape and its kind; None and None for an object."""
+    index, data = item.index, item.tensor_data
+    if type(item) is not WriteItem or type(index) is not MetadataIndex:
+        raise _Strange
+    if getattr(item, "bytes_io_data", None) is not None:  # not there in torch 2.6
+        raise _Strange
+    if item.type == WriteItemType.BYTE_IO and data is None and index.offset is None:
+        return None, None
+    if item.type != WriteItemType.SHARD or index.offset != data.chunk.offsets:
+        raise _Strange
+    if type(data.properties) is not TensorProperties or (index.index or 0) < 0:
+        raise _Strange
+    return tuple(data.size), _kind_of(data.properties)
 
 
 def _items(columns: Boxes) -> Iterator[WriteItem]:

@@ -11,7 +11,7 @@ import hashlib
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
@@ -119,13 +119,7 @@ class GlobalShards(Sequence[list[Any]]):
     def __len__(self) -> int:
         return len(self.ranks)
 
-    @overload
-    def __getitem__(self, index: int) -> list[Any]: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[list[Any]]: ...
-
-    def __getitem__(self, index: int | slice) -> list[Any] | Sequence[list[Any]]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [rank.shards() for rank in self.ranks[index]]
         return self.ranks[index].shards()
