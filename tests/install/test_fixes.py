@@ -8,6 +8,9 @@ from collections import defaultdict
 from itertools import combinations
 from pathlib import Path
 
+import pytest
+
+from tests.conftest import LauncherPool
 from vime_optim import fixes as package
 from vime_optim.fixes import FIXES
 from vime_optim.installation import Installation
@@ -75,3 +78,14 @@ def test_layers_of_one_attribute_have_a_declared_order() -> None:
             continue
         for (one, _), (other, _) in combinations(found, 2):
             assert (one.id in below(other.id)) != (other.id in below(one.id)), (place, one.id)
+
+
+@pytest.mark.parametrize("release", ["0.15.3", "0.19.2"])
+def test_replacements_take_arguments_by_the_names_of_the_original(
+    release: str, launchers: LauncherPool, tmp_path: Path
+) -> None:
+    (answer,) = launchers.get(release).run(
+        "tests.install.names_job:compared", world_size=1, payload={}, out=tmp_path / "out"
+    )
+    assert answer["differ"] == []
+    assert len(answer["compared"]) > 60

@@ -23,6 +23,7 @@ from vime_optim.fixes.places import (
     MIXED_PRECISION_OPTIMIZER,
     in_load,
 )
+from vime_optim.probe import bind
 from vime_optim.registry import Call, Fix, Hit, takes
 
 FIX = Fix(
@@ -51,12 +52,10 @@ def _step(original: Any, hit: Hit, self: Any, *args: Any, **kwargs: Any) -> Any:
 @FIX.wraps(FLOAT16_OPTIMIZER, "sharded_state_dict", takes("is_loading"))
 @FIX.wraps(FP32_OPTIMIZER, "sharded_state_dict", takes("is_loading"))
 @FIX.wraps(CHAINED_OPTIMIZER, "sharded_state_dict", takes("is_loading"))
-def _sharded_state_dict(
-    original: Any, hit: Hit, self: Any, model: Any, is_loading: bool = False, *rest: Any, **kw: Any
-) -> Any:
-    if not is_loading:
+def _sharded_state_dict(original: Any, hit: Hit, self: Any, *args: Any, **kwargs: Any) -> Any:
+    if not bind(original, self, *args, **kwargs).get("is_loading"):
         loading.require_whole(self, "saved")
-    return original(self, model, is_loading, *rest, **kw)
+    return original(self, *args, **kwargs)
 
 
 @FIX.wraps(DISTRIBUTED_OPTIMIZER, "load_state_dict")

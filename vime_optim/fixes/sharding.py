@@ -165,13 +165,12 @@ def _warn_once(requested: str) -> None:
 
 @FIX.wraps(DISTRIBUTED_OPTIMIZER, "sharded_state_dict", takes(*_GIVEN, "metadata"))
 @FIX.wraps(CHAINED_OPTIMIZER, "sharded_state_dict", takes(*_GIVEN))
-def _sharded_state_dict(
-    original: Any, hit: Hit, self: Any, model: Any, is_loading: bool = False, *args: Any, **kw: Any
-) -> Any:
+def _sharded_state_dict(original: Any, hit: Hit, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Serves ChainedOptimizer and DistributedOptimizer; only the outermost call decides."""
     if _thread.inside:
-        return original(self, model, is_loading, *args, **kw)
-    bound = bind(original, self, model, is_loading, *args, **kw)
+        return original(self, *args, **kwargs)
+    bound = bind(original, self, *args, **kwargs)
+    is_loading = bool(bound.get("is_loading"))
     metadata = dict(bound.get("metadata") or {})
     requested = bound.pop("sharding_type", None) or metadata.get(TYPE_KEY)
     hit()
