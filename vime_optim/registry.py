@@ -88,7 +88,7 @@ def unless_patched(patch: str, *names: str) -> Diagnose:
     return diagnose
 
 
-def left_to_others(diagnose: Diagnose) -> Diagnose:
+def left_to_others(diagnose: Diagnose = always) -> Diagnose:
     """A diagnosis: as given, but what somebody else's code replaced or wrapped is left alone."""
 
     def look(module: ModuleType, original: Any) -> Diagnosis:

@@ -21,43 +21,53 @@ from types import ModuleType
 from typing import Any
 
 from vime_optim import collectives
-from vime_optim.fixes.places import OPTIMIZER, SAVE, SERIALIZATION
+from vime_optim.fixes.places import CHAINED_OPTIMIZER, in_save
 from vime_optim.optimizer.groups_only import COUNTS, saved_step
 from vime_optim.optimizer.kinds import counts_steps, has_buffers
 from vime_optim.optimizer.matching import match_groups
 from vime_optim.optimizer.stock_state import MARK
-from vime_optim.probe import missing_parameters
-from vime_optim.registry import NEEDED, Call, Diagnosis, Fix, Hit, Target, not_understood, takes
+from vime_optim.probe import bind, missing_parameters
+from vime_optim.registry import NEEDED, Call, Diagnosis, Fix, Hit, not_understood, takes
 from vime_optim.state_dicts import walk
 
 _OWN = ("param_state", "param_state_sharding_type", "grad_scaler")
 
 
-def _wrap(original: Any, hit: Hit) -> Any:
-    def load_state_dict(self: Any, state_dict: Any) -> None:
+FIX = Fix(
+    id="chained",
+    faults=("F21",),
+    summary="a checkpoint of another number of chained optimizers loads, steps included",
+    targets=(in_save("sharded_state_dict"),),
+)
+
+
+def _diagnose(module: ModuleType, original: Any) -> Diagnosis:
+    reason = missing_parameters(original, "self", "state_dict")
+    if reason or not hasattr(module, "param_group_identifier_keys"):
+        return not_understood(reason or "no param_group_identifier_keys in the module")
+    return NEEDED
+
+
+@FIX.wraps(CHAINED_OPTIMIZER, "load_state_dict", _diagnose)
+def _load_state_dict(original: Any, hit: Hit, self: Any, state_dict: Any) -> None:
+    hit()
+    if isinstance(state_dict, dict) and self.chained_optimizers:
+        # A save records the sharding type there. Where a chain is all that was saved, Megatron
+        # would count it among the members.
+        state_dict = {k: v for k, v in state_dict.items() if k != "content_metadata"}
+        state_dict = fit_chain(self.chained_optimizers, state_dict)
+        _fill_steps(_lists_of_counting(self.chained_optimizers, state_dict))
+    original(self, state_dict)
+
+
+@FIX.wraps(CHAINED_OPTIMIZER, "sharded_state_dict", takes("self", "is_loading"))
+def _sharded_state_dict(original: Any, hit: Hit, self: Any, *args: Any, **kwargs: Any) -> Any:
+    state = original(self, *args, **kwargs)
+    is_loading = bind(original, self, *args, **kwargs).get("is_loading")
+    if not is_loading and isinstance(state, dict):
         hit()
-        if isinstance(state_dict, dict) and self.chained_optimizers:
-            # A save records the sharding type there. Where a chain is all that was saved, Megatron
-            # would count it among the members.
-            state_dict = {k: v for k, v in state_dict.items() if k != "content_metadata"}
-            state_dict = fit_chain(self.chained_optimizers, state_dict)
-            _fill_steps(_lists_of_counting(self.chained_optimizers, state_dict))
-        original(self, state_dict)
-
-    return load_state_dict
-
-
-def _wrap_sharded(original: Any, hit: Hit) -> Any:
-    def sharded_state_dict(
-        self: Any, model_sharded_state_dict: Any, is_loading: bool = False, **kwargs: Any
-    ) -> Any:
-        state = original(self, model_sharded_state_dict, is_loading, **kwargs)
-        if not is_loading and isinstance(state, dict):
-            hit()
-            _fill_steps(list(_group_lists(state)))
-        return state
-
-    return sharded_state_dict
+        _fill_steps(list(_group_lists(state)))
+    return state
 
 
 def agree_on_the_step(call: Call, hit: Hit) -> None:
@@ -168,37 +178,3 @@ def _parts(entries: list[Any]) -> list[dict[str, Any]]:
 
 def _part_of(entry: Any) -> dict[str, Any]:
     return (entry.get("optimizer") or {}) if isinstance(entry, dict) else {}
-
-
-def _diagnose(module: ModuleType, original: Any) -> Diagnosis:
-    reason = missing_parameters(original, "self", "state_dict")
-    if reason or not hasattr(module, "param_group_identifier_keys"):
-        return not_understood(reason or "no param_group_identifier_keys in the module")
-    return NEEDED
-
-
-FIX = Fix(
-    id="chained",
-    faults=("F21",),
-    summary="a checkpoint of another number of chained optimizers loads, steps included",
-    targets=(
-        Target(
-            OPTIMIZER,
-            "ChainedOptimizer.sharded_state_dict",
-            _wrap_sharded,
-            takes("self", "model_sharded_state_dict", "is_loading"),
-        ),
-        Target(
-            SERIALIZATION,
-            "save",
-            SAVE,
-            takes("sharded_state_dict"),
-        ),
-        Target(
-            OPTIMIZER,
-            "ChainedOptimizer.load_state_dict",
-            _wrap,
-            _diagnose,
-        ),
-    ),
-)

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from vime_optim.fixes.places import OPTIMIZER
+from vime_optim.fixes.places import MEGATRON_OPTIMIZER
 from vime_optim.optimizer.matching import identifiers, match_groups
 from vime_optim.registry import Fix, Hit, takes
-
-_OPTIMIZER = f"{OPTIMIZER}:MegatronOptimizer"
 
 FIX = Fix(
     id="param-groups",
@@ -26,7 +24,9 @@ FIX = Fix(
 
 
 @FIX.wraps(
-    _OPTIMIZER, "_filter_and_reorder_param_groups", takes("current_groups", "state_dict_groups")
+    MEGATRON_OPTIMIZER,
+    "_filter_and_reorder_param_groups",
+    takes("current_groups", "state_dict_groups"),
 )
 def _reorder(original: Any, hit: Hit, current_groups: Any, state_dict_groups: Any) -> Any:
     if len(current_groups) != len(state_dict_groups):

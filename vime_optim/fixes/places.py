@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from vime_optim.registry import Target, takes
+from vime_optim.registry import Diagnose, Target, takes
 
-OPTIMIZER = "megatron.core.optimizer.optimizer"
-DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer"
-HYBRID = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer"
 DIST_CHECKPOINTING = "megatron.core.dist_checkpointing"
 SERIALIZATION = f"{DIST_CHECKPOINTING}.serialization"
 STRATEGIES = f"{DIST_CHECKPOINTING}.strategies"
@@ -16,12 +13,14 @@ TRAINING = "megatron.training.checkpointing"
 NVRX = "nvidia_resiliency_ext.checkpointing.async_ckpt"
 DCP = "torch.distributed.checkpoint"
 
-CHAINED_OPTIMIZER = f"{OPTIMIZER}:ChainedOptimizer"
-DISTRIBUTED_OPTIMIZER = f"{DISTRIBUTED}:DistributedOptimizer"
-HYBRID_OPTIMIZER = f"{HYBRID}:HybridDeviceOptimizer"
-MIXED_PRECISION_OPTIMIZER = f"{OPTIMIZER}:MixedPrecisionOptimizer"
-FLOAT16_OPTIMIZER = f"{OPTIMIZER}:Float16OptimizerWithFloat16Params"
-FP32_OPTIMIZER = f"{OPTIMIZER}:FP32Optimizer"
+_OPTIMIZER = "megatron.core.optimizer"
+MEGATRON_OPTIMIZER = f"{_OPTIMIZER}.optimizer:MegatronOptimizer"
+MIXED_PRECISION_OPTIMIZER = f"{_OPTIMIZER}.optimizer:MixedPrecisionOptimizer"
+FLOAT16_OPTIMIZER = f"{_OPTIMIZER}.optimizer:Float16OptimizerWithFloat16Params"
+FP32_OPTIMIZER = f"{_OPTIMIZER}.optimizer:FP32Optimizer"
+CHAINED_OPTIMIZER = f"{_OPTIMIZER}.optimizer:ChainedOptimizer"
+DISTRIBUTED_OPTIMIZER = f"{_OPTIMIZER}.distrib_optimizer:DistributedOptimizer"
+HYBRID_OPTIMIZER = f"{_OPTIMIZER}.cpu_offloading.hybrid_optimizer:HybridDeviceOptimizer"
 LOAD_PLANNER = f"{TORCH_STRATEGY}:MCoreLoadPlanner"
 
 # In whose calls several fixes have a step (see Target.wrap).
@@ -40,6 +39,7 @@ def in_load(*names: str) -> Target:
     return Target(SERIALIZATION, "load", LOAD, takes(*names))
 
 
-def in_state_dict() -> Target:
+def in_state_dict(diagnose: Diagnose = takes("self")) -> Target:
     """A step in DistributedOptimizer.state_dict."""
-    return Target(DISTRIBUTED, "DistributedOptimizer.state_dict", STATE_DICT, takes("self"))
+    module, _, owner = DISTRIBUTED_OPTIMIZER.partition(":")
+    return Target(module, f"{owner}.state_dict", STATE_DICT, diagnose)

@@ -13,13 +13,13 @@ Remove when: torch's checks are near linear for keys whose chunks all span the l
 from __future__ import annotations
 
 import dataclasses
-import logging
 import threading
 from types import ModuleType
 from typing import Any
 
 from vime_optim.errors import PlanError
 from vime_optim.fixes.places import DCP, NVRX, STRATEGIES, TORCH_STRATEGY, VALIDATION
+from vime_optim.log import logger
 from vime_optim.probe import (
     missing_parameters,
     missing_words,
@@ -28,7 +28,6 @@ from vime_optim.probe import (
 )
 from vime_optim.registry import NEEDED, Diagnosis, Fix, Hit, left_to_others, not_understood, takes
 
-logger = logging.getLogger("vime_optim")
 _checked = threading.local()
 
 _FEW_SHARDS = 64

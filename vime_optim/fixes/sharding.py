@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,11 +24,11 @@ import torch
 from vime_optim import settings
 from vime_optim.errors import CheckpointError, OptimizerStateError
 from vime_optim.fixes.places import CHAINED_OPTIMIZER, DISTRIBUTED_OPTIMIZER, TRAINING, in_load
+from vime_optim.log import logger
 from vime_optim.optimizer.record import record_of
 from vime_optim.probe import bind
 from vime_optim.registry import Call, Fix, Hit, takes
-from vime_optim.reshard import kept
-from vime_optim.state_dicts import Path, replaced, walk
+from vime_optim.state_dicts import Path, copied, replaced, walk
 
 TYPE_KEY = "distrib_optim_sharding_type"
 RECORD_KEY = "param_state_sharding_type"
@@ -43,7 +42,6 @@ _FROZEN_AT_START = 1000
 
 _GIVEN = ("model_sharded_state_dict", "is_loading")
 
-logger = logging.getLogger("vime_optim")
 _warned = False
 
 
@@ -262,10 +260,26 @@ def take_the_saved_type(call: Call, hit: Hit) -> None:
 
 @contextlib.contextmanager
 def keeping_the_template(call: Call) -> Iterator[None]:
-    """The caller's description of the model is afterwards as it was."""
-    with kept.described(call["sharded_state_dict"]) as template:
-        call["sharded_state_dict"] = template
+    """The caller's description of the model is afterwards as it was.
+
+    Megatron's load exchanges factories for what they build, in place, and gives ShardedTensors
+    other data. A caller that then asks the optimizer for a template with the same description
+    (verl, with a folder for each) would be told that every parameter is missing.
+    """
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    parameters = [
+        (leaf, leaf.data)
+        for _, leaf in walk(call["sharded_state_dict"])
+        if isinstance(leaf, (ShardedTensor, ShardedTensorFactory))
+        and isinstance(leaf.data, torch.nn.Parameter)
+    ]
+    call["sharded_state_dict"] = copied(call["sharded_state_dict"])
+    try:
         yield
+    finally:
+        for leaf, data in parameters:
+            leaf.data = data
 
 
 def fitting(template: dict[Any, Any], found: list[FoundState], saved: str | None) -> dict[Any, Any]:

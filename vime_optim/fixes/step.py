@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from vime_optim.errors import CheckpointError
-from vime_optim.fixes.places import DISTRIBUTED, OPTIMIZER, STATE_DICT
+from vime_optim.fixes.places import CHAINED_OPTIMIZER, DISTRIBUTED_OPTIMIZER, in_state_dict
 from vime_optim.optimizer.fresh_state import ensure_saveable, ensure_state
 from vime_optim.optimizer.groups_only import COUNTS, groups_only, saved_step, step_into_groups
 from vime_optim.optimizer.kinds import (
@@ -50,14 +50,36 @@ from vime_optim.optimizer.steps import drop_steps, steps_as_numbers, write_step
 from vime_optim.probe import has_patch, missing_parameters, source_of
 from vime_optim.registry import (
     NEEDED,
+    Diagnose,
     Diagnosis,
     Fix,
     Hit,
-    Target,
-    Wrap,
     fixed_upstream,
     not_understood,
     takes,
+)
+
+
+def _diagnose(*needed: str) -> Diagnose:
+    def diagnose(module: ModuleType, original: Any) -> Diagnosis:
+        reason = missing_parameters(original, "self", *needed)
+        if reason:
+            return not_understood(reason)
+        if not source_of(original):
+            return not_understood("its source cannot be read")
+        # State is read as float32 here for the gathering formats, which their own patch does too.
+        if has_patch(original, "step") and has_patch(module, "canonical-master"):
+            return fixed_upstream("patches 0001-step and 0005-canonical-master are there")
+        return NEEDED
+
+    return diagnose
+
+
+FIX = Fix(
+    id="step",
+    faults=("F1", "F2", "F3", "F4", "F8", "F18", "F20", "F21", "F24", "F25", "F29"),
+    summary="step is a counter: kept out of param state, restored from param groups",
+    targets=(in_state_dict(_diagnose()),),
 )
 
 
@@ -73,36 +95,34 @@ def state_with_steps(original: Any, dist_opt: Any, hit: Hit) -> dict[str, Any]:
     return state
 
 
-def _wrap_load_state_dict(original: Any, hit: Hit) -> Any:
-    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-        if not has_buffers(self):
-            original(self, state_dict)
-            return
-        hit()
-        groups = match_groups(self.optimizer.param_groups, _groups_of(state_dict), identifiers())
-        step = saved_step(groups)
-        correct_group_map(self)
-        ensure_state(self)
-        counts = counts_steps(self.optimizer)
-        if step is None and counts and (is_native(self.optimizer) or is_hybrid(self.optimizer)):
-            step = 0  # saved before the first step
-        with groups_only(self, groups):
-            # Without Transformer Engine and Apex, Megatron asks every group for a step.
-            original(self, _with_groups(state_dict, groups, step or 0))
-        if counts and not step and "param_state" in state_dict:
-            _require_no_moments(self)
-            if step is None and any("step" in group for group in self.optimizer.param_groups):
-                step = 0  # FusedAdam's counters of before the load are those of other moments
-        if step is not None:
-            write_step(self.optimizer, step)
-        elif not counts:
-            for part in sub_optimizers(self.optimizer):
-                drop_steps(part)
-        if "param_state" in state_dict:
-            sync_moved_params(self)
-            note_restored(self)
-
-    return load_state_dict
+@FIX.wraps(DISTRIBUTED_OPTIMIZER, "load_state_dict", _diagnose("state_dict"))
+def _load_state_dict(original: Any, hit: Hit, self: Any, state_dict: dict[str, Any]) -> None:
+    if not has_buffers(self):
+        original(self, state_dict)
+        return
+    hit()
+    groups = match_groups(self.optimizer.param_groups, _groups_of(state_dict), identifiers())
+    step = saved_step(groups)
+    correct_group_map(self)
+    ensure_state(self)
+    counts = counts_steps(self.optimizer)
+    if step is None and counts and (is_native(self.optimizer) or is_hybrid(self.optimizer)):
+        step = 0  # saved before the first step
+    with groups_only(self, groups):
+        # Without Transformer Engine and Apex, Megatron asks every group for a step.
+        original(self, _with_groups(state_dict, groups, step or 0))
+    if counts and not step and "param_state" in state_dict:
+        _require_no_moments(self)
+        if step is None and any("step" in group for group in self.optimizer.param_groups):
+            step = 0  # FusedAdam's counters of before the load are those of other moments
+    if step is not None:
+        write_step(self.optimizer, step)
+    elif not counts:
+        for part in sub_optimizers(self.optimizer):
+            drop_steps(part)
+    if "param_state" in state_dict:
+        sync_moved_params(self)
+        note_restored(self)
 
 
 def _groups_of(state_dict: dict[str, Any]) -> list[dict[str, Any]]:
@@ -140,75 +160,33 @@ def _require_no_moments(dist_opt: Any) -> None:
                 )
 
 
-def _wrap_get(original: Any, hit: Hit) -> Any:
-    def get_main_param_and_optimizer_states(
-        self: Any, model_param: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
-        hit()
-        param = optimizer_param(self, model_param)  # first: Megatron's own map may be wrong
-        if record_of(self).is_canonical:
-            return {name: slot.read() for name, slot in slots_of(self, model_param).items()}
-        tensors = {
-            name: value
-            for name, value in original(self, model_param).items()
-            if name != "step" and isinstance(value, torch.Tensor)
-        }
-        if param.dtype == torch.float32 and _is_fused_master(self):
-            # FusedAdam updates a float32 parameter itself; its master_param is stale.
-            tensors["param"] = param
-        return tensors
-
-    return get_main_param_and_optimizer_states
+@FIX.wraps(DISTRIBUTED_OPTIMIZER, "_get_main_param_and_optimizer_states", _diagnose("model_param"))
+def _get_states(
+    original: Any, hit: Hit, self: Any, model_param: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    hit()
+    param = optimizer_param(self, model_param)  # first: Megatron's own map may be wrong
+    if record_of(self).is_canonical:
+        return {name: slot.read() for name, slot in slots_of(self, model_param).items()}
+    tensors = {
+        name: value
+        for name, value in original(self, model_param).items()
+        if name != "step" and isinstance(value, torch.Tensor)
+    }
+    if param.dtype == torch.float32 and _is_fused_master(self):
+        # FusedAdam updates a float32 parameter itself; its master_param is stale.
+        tensors["param"] = param
+    return tensors
 
 
-def _wrap_synchronize(original: Any, hit: Hit) -> Any:
-    def synchronize_steps(self: Any) -> Any:
-        inners = (getattr(member, "optimizer", None) for member in self.chained_optimizers)
-        groups = [group for inner in inners if inner is not None for group in inner.param_groups]
-        hit()
-        with steps_as_numbers(groups):
-            return original(self)
-
-    return synchronize_steps
+@FIX.wraps(CHAINED_OPTIMIZER, "_synchronize_steps", takes("self"), optional=True)
+def _synchronize_steps(original: Any, hit: Hit, self: Any) -> Any:
+    inners = (getattr(member, "optimizer", None) for member in self.chained_optimizers)
+    groups = [group for inner in inners if inner is not None for group in inner.param_groups]
+    hit()
+    with steps_as_numbers(groups):
+        return original(self)
 
 
 def _is_fused_master(dist_opt: Any) -> bool:
     return is_precision_aware(dist_opt) and is_transformer_engine(dist_opt.optimizer)
-
-
-def _diagnose(*needed: str) -> Any:
-    def diagnose(module: ModuleType, original: Any) -> Diagnosis:
-        reason = missing_parameters(original, "self", *needed)
-        if reason:
-            return not_understood(reason)
-        if not source_of(original):
-            return not_understood("its source cannot be read")
-        # State is read as float32 here for the gathering formats, which their own patch does too.
-        if has_patch(original, "step") and has_patch(module, "canonical-master"):
-            return fixed_upstream("patches 0001-step and 0005-canonical-master are there")
-        return NEEDED
-
-    return diagnose
-
-
-def _target(name: str, wrap: Wrap | str, *needed: str) -> Target:
-    return Target(DISTRIBUTED, f"DistributedOptimizer.{name}", wrap, _diagnose(*needed))
-
-
-FIX = Fix(
-    id="step",
-    faults=("F1", "F2", "F3", "F4", "F8", "F18", "F20", "F21", "F24", "F25", "F29"),
-    summary="step is a counter: kept out of param state, restored from param groups",
-    targets=(
-        _target("state_dict", STATE_DICT),
-        _target("load_state_dict", _wrap_load_state_dict, "state_dict"),
-        _target("_get_main_param_and_optimizer_states", _wrap_get, "model_param"),
-        Target(
-            OPTIMIZER,
-            "ChainedOptimizer._synchronize_steps",
-            _wrap_synchronize,
-            takes("self"),
-            optional=True,
-        ),
-    ),
-)
