@@ -39,7 +39,10 @@ def in_load(*names: str) -> Target:
     return Target(SERIALIZATION, "load", LOAD, takes(*names))
 
 
-def in_state_dict(diagnose: Diagnose = takes("self")) -> Target:
+_IS_METHOD = takes("self")
+
+
+def in_state_dict(diagnose: Diagnose = _IS_METHOD) -> Target:
     """A step in DistributedOptimizer.state_dict."""
     module, _, owner = DISTRIBUTED_OPTIMIZER.partition(":")
     return Target(module, f"{owner}.state_dict", STATE_DICT, diagnose)

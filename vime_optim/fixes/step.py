@@ -1,17 +1,13 @@
 """`step` never enters sharded param state and is restored from the param groups.
 
-Symptom: save asserts on a 0-dim `step` (F1); a per-rank list of steps in the common state cannot be
-merged (F2); Adam resumes at step 1 (F3); FusedAdam's counter freezes under fractional offload (F4);
-a fresh torch Adam has no step to save, and one tensor is shared by all parameters (F8); state is
-built twice more on load (F18); where a param group holds float32 and 16-bit parameters, states are
-saved under another parameter's name, or the save fails (F20); groups that differ in max_lr alone
-get one of both values (F24); capturable optimizers cannot be saved, as their steps are tensors
-that are compared as objects (F29).
+Symptom: a save or a load fails on `step` (F1, F2, F29); Adam goes on from another step (F3, F4,
+F8); state is built twice more on load (F18); states are saved under another parameter's name where
+a group holds float32 and 16-bit parameters (F20); groups that differ in max_lr alone get one of
+both values (F24).
 Cause: a counter is handled as if it were a state of the shape of its parameter.
 Changes: param state holds tensors of the parameter's size alone; state_dict() and load_state_dict()
-of the DistributedOptimizer see the inner optimizer's groups without its tensors; the step is read
-from and written to wherever the backend keeps it; saved groups are paired by all that tells
-them apart.
+see the inner optimizer's groups without its tensors; the step is read from and written to wherever
+the backend keeps it; saved groups are paired by all that tells them apart.
 Leaves alone: Megatron-FSDP, stubs (see chained), the grad scaler.
 Remove when: every supported megatron-core restores each backend's counter.
 """

@@ -1,8 +1,7 @@
 """Async saves are exact at the moment asked for, and cost the training nothing.
 
-Symptom: an async save with a persistent worker holds values of later steps (F19) or, once storages
-moved, old ones (F13); a writer that dies leaves the job waiting for ever (F14). An async save costs
-the training more than a sync one.
+Symptom: an async save holds values of later steps (F19) or, once storages moved, old ones (F13); a
+writer that dies leaves the job waiting for ever (F14); an async save costs more than a sync one.
 Cause: host tensors are handed to another process by reference, or copied for it; waits look at
 queues, not at processes.
 Changes: async saves are written by threads of this process, from the live memory (async_save/);
