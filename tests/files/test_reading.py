@@ -21,7 +21,7 @@ from tests.memory import counted
 from vime_optim.commit import loading
 from vime_optim.counters import counters
 from vime_optim.errors import CheckpointError, OptimizerStateError
-from vime_optim.files import filling, frames, reading
+from vime_optim.files import filling, items, reading
 from vime_optim.files.fastfile import write_file
 from vime_optim.files.filling import Source
 from vime_optim.files.reading import BoxReader
@@ -164,7 +164,7 @@ def test_equal_archives_are_parsed_once(tmp_path: Path) -> None:
     tensors = [numbers((6, 4), torch.float32) + number for number in range(5)]
     extents, _ = write_file(tmp_path / "ours", "ours", [*tensors, numbers((2,), torch.bfloat16)])
     with BoxReader(0) as reader:
-        layouts = frames.Layouts()
+        layouts = items.Layouts()
         descriptor = reader.open(str(tmp_path / "ours"))
         data = (tmp_path / "ours").read_bytes()
         for extent, tensor in zip(extents, tensors, strict=False):
@@ -182,7 +182,7 @@ def test_an_archive_of_the_same_length_but_another_shape_is_told_apart(tmp_path:
     extents, _ = write_file(tmp_path / "ours", "ours", tensors)
     assert extents[0].length == extents[1].length
     with BoxReader(0) as reader:
-        layouts = frames.Layouts()
+        layouts = items.Layouts()
         descriptor = reader.open(str(tmp_path / "ours"))
         shapes = [layouts.find(descriptor, e.offset, e.length, "here").shape for e in extents]
     assert shapes == [(6, 4), (4, 6)]

@@ -1,6 +1,6 @@
 """The bytes of a checkpoint: written, found again, read safely.
 
 Boxes: geometry, cover. Writing: fastfile, archive, lazy, window, manifest. Reading tensors:
-reading, filling, items, frames. Compared with the manifest's digests: checked, settle. Everything
+reading, filling, items. What is compared with the manifest's digests: checked. Everything
 that is not a tensor: plain, dcp_metadata, pickles, safe_load, stand_ins, objects.
 """

@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import gc
-import io
 import pathlib
 import pickle
 import sys
@@ -26,7 +25,7 @@ import torch.distributed.checkpoint.metadata as dcp_metadata
 from vime_optim.errors import CheckpointError
 from vime_optim.files.cover import fault_of
 from vime_optim.files.geometry import Box
-from vime_optim.files.pickles import audit
+from vime_optim.files.pickles import UnknownName, loads
 from vime_optim.files.stand_ins import inert_class
 
 MCORE_METADATA = "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata"
@@ -78,33 +77,20 @@ for _name in _PLANNED:
 _CLASSES[_SAVE_PLAN] = inert_class(_SAVE_PLAN)
 
 
-class _Unpickler(pickle.Unpickler):
-    """Python's fast one, for pickles that `audit` let through, with a closed list of names."""
-
-    def __init__(self, data: bytes, classes: Mapping[str, Any]) -> None:
-        super().__init__(io.BytesIO(data))
-        self._classes = classes
-
-    def find_class(self, module: str, name: str) -> Any:
-        dotted = f"{module.replace('__builtin__', 'builtins')}.{name}"
-        if dotted not in self._classes:
-            raise CheckpointError(
-                "The checkpoint's .metadata asks to import a name that DCP never writes; "
-                "nothing was run.",
-                where=".metadata",
-                got=dotted[:200],
-                expected="classes of torch.distributed.checkpoint alone",
-                next_step="Do not load this checkpoint elsewhere before you know who wrote it.",
-            )
-        return self._classes[dotted]
-
-
 def _unpickle(data: bytes, classes: Mapping[str, Any], where: str) -> Any:
     try:
-        audit(data)
         with _without_collection():
-            return _Unpickler(data, classes).load()
-    except (CheckpointError, MemoryError):
+            return loads(data, classes)
+    except UnknownName as error:
+        raise CheckpointError(
+            "The checkpoint's .metadata asks to import a name that DCP never writes; "
+            "nothing was run.",
+            where=".metadata",
+            got=str(error),
+            expected="classes of torch.distributed.checkpoint alone",
+            next_step="Do not load this checkpoint elsewhere before you know who wrote it.",
+        ) from None
+    except MemoryError:
         raise
     except Exception as error:
         raise _damaged(error, where) from error

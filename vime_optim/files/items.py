@@ -15,22 +15,26 @@ import pickle
 import struct
 import zipfile
 from collections import OrderedDict
-from dataclasses import dataclass
-from typing import IO, Any
+from dataclasses import dataclass, replace
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from vime_optim.errors import CheckpointError
-from vime_optim.files.pickles import audit
+from vime_optim.files.geometry import row_major
+from vime_optim.files.pickles import audit, loads
 from vime_optim.files.plain import no_archive
-from vime_optim.files.safe_load import open_archive, pickle_globals, read_data_pickle
+from vime_optim.files.safe_load import open_archive, read_data_pickle
 
 _PICKLE_LIMIT_BYTES = 64 * 1024
 """Largest data.pkl of a single tensor; real ones take about 200 bytes."""
 
 _AUDITED_BYTES = 16 * 1024 * 1024
 """Largest data.pkl that torch's reader may see: subclasses of tensors hold more."""
+
+_FRAME_LIMIT_BYTES = 4096
+_SAME_LENGTH_LIMIT = 4
 
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 
@@ -78,97 +82,57 @@ class FileWindow(io.RawIOBase):
         self._position = base + offset
         return self._position
 
-    def tell(self) -> int:
-        return self._position
-
-    def read(self, size: int | None = -1) -> bytes:
-        left = max(0, self._length - self._position)
-        wanted = left if size is None or size < 0 else min(size, left)
-        data = os.pread(self._descriptor, wanted, self._offset + self._position)
-        self._position += len(data)
-        return data
-
     def readinto(self, buffer: Any) -> int:
-        data = self.read(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
+        room = memoryview(buffer)[: max(0, self._length - self._position)]
+        count = os.preadv(self._descriptor, [room], self._offset + self._position)
+        self._position += count
+        return count
 
 
-@dataclass(frozen=True)
-class _Storage:
+class _Tensor(NamedTuple):
+    """What a pickle says of its tensor. No class whose attributes a pickle could set."""
+
     dtype: torch.dtype
     record: str
-
-
-@dataclass(frozen=True)
-class _Tensor:
-    storage: _Storage
     offset_elem: int
     shape: tuple[int, ...]
     strides_elem: tuple[int, ...]
 
 
-class _StorageType:
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+def _storage(pid: Any) -> tuple[torch.dtype, str]:
+    kind, dtype, record = pid[:3]
+    if kind != "storage" or not isinstance(dtype, torch.dtype) or type(record) is not str:
+        raise pickle.UnpicklingError("a storage of an unknown kind")
+    return dtype, record
 
 
 def _rebuild(storage: Any, offset: Any, shape: Any, strides: Any, *_rest: Any) -> _Tensor:
+    dtype, record = storage
     numbers = (offset, *shape, *strides)
-    if not isinstance(storage, _Storage) or any(type(n) is not int or n < 0 for n in numbers):
+    if not isinstance(dtype, torch.dtype) or any(type(n) is not int or n < 0 for n in numbers):
         raise pickle.UnpicklingError("a tensor with impossible sizes")
-    return _Tensor(storage, offset, tuple(shape), tuple(strides))
+    return _Tensor(dtype, record, offset, tuple(shape), tuple(strides))
 
 
 def _rebuild_v3(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> _Tensor:
-    made = _rebuild(storage, offset, shape, strides)
-    dtype = rest[2]
-    if not isinstance(dtype, torch.dtype):
-        raise pickle.UnpicklingError("a tensor without a dtype")
-    return _Tensor(_Storage(dtype, made.storage.record), offset, made.shape, made.strides_elem)
+    _, record = storage
+    return _rebuild((rest[2], record), offset, shape, strides)
 
 
 def _rebuild_parameter(data: Any, *_rest: Any) -> Any:
     return data
 
 
-def _allowed() -> dict[str, Any]:
-    allowed: dict[str, Any] = {
-        "torch._utils._rebuild_tensor_v2": _rebuild,
-        "torch._utils._rebuild_tensor_v3": _rebuild_v3,
-        "torch._utils._rebuild_parameter": _rebuild_parameter,
-        "collections.OrderedDict": OrderedDict,
-        "torch.storage.UntypedStorage": _StorageType(torch.uint8),
-    }
-    for name, value in list(vars(torch).items()):
-        if isinstance(value, torch.dtype):
-            allowed[f"torch.{name}"] = value
-    for dtype, name in torch.storage._dtype_to_storage_type_map().items():
-        allowed[f"torch.{name}"] = _StorageType(dtype)
-    return allowed
-
-
-_ALLOWED = _allowed()
-_OPCODES = {
-    code: method
-    for code, method in pickle._Unpickler.dispatch.items()
-    if bytes([code])
-    not in (pickle.BUILD, pickle.BYTEARRAY8, pickle.INST, pickle.OBJ, pickle.NEXT_BUFFER)
+_NAMES: dict[str, Any] = {
+    "torch._utils._rebuild_tensor_v2": _rebuild,
+    "torch._utils._rebuild_tensor_v3": _rebuild_v3,
+    "torch._utils._rebuild_parameter": _rebuild_parameter,
+    "collections.OrderedDict": OrderedDict,
+    "torch.storage.UntypedStorage": torch.uint8,
+    **{f"torch.{n}": v for n, v in vars(torch).items() if isinstance(v, torch.dtype)},
+    **{f"torch.{n}": v for v, n in torch.storage._dtype_to_storage_type_map().items()},
 }
-
-
-class _TensorUnpickler(pickle._Unpickler):
-    dispatch = _OPCODES
-
-    def find_class(self, module: str, name: str) -> Any:
-        return _ALLOWED[f"{module}.{name}"]
-
-    def persistent_load(self, pid: Any) -> _Storage:
-        kind, storage_type, key = pid[0], pid[1], pid[2]
-        dtype = storage_type if isinstance(storage_type, torch.dtype) else storage_type.dtype
-        if kind != "storage" or not isinstance(dtype, torch.dtype) or type(key) is not str:
-            raise pickle.UnpicklingError("a storage of an unknown kind")
-        return _Storage(dtype, key)
+"""What a tensor's pickle may name. A type of storages stands for its dtype."""
 
 
 def read_layout(window: FileWindow, offset_bytes: int, length_bytes: int, where: str) -> ItemLayout:
@@ -206,11 +170,7 @@ def audit_item(window: FileWindow, length_bytes: int) -> None:
 @functools.lru_cache(maxsize=512)
 def _tensor(data: bytes) -> _Tensor:
     """What a data.pkl describes; the tensors of one shape have the same one."""
-    audit(data)
-    for name in pickle_globals(data):
-        if name not in _ALLOWED:
-            raise ValueError(f"names {name}, which is not part of a tensor")
-    tensor = _TensorUnpickler(io.BytesIO(data)).load()
+    tensor = loads(data, _NAMES, _storage)
     if not isinstance(tensor, _Tensor):
         raise ValueError(f"holds a {type(tensor).__name__}, not a tensor")
     return tensor
@@ -230,8 +190,8 @@ def _layout(
             order = stream.read(16)
     if order not in (b"", b"little"):
         raise ValueError(f"byte order {order[:10]!r}")
-    entry = archive.getinfo(f"{root}data/{tensor.storage.record}")
-    itemsize = tensor.storage.dtype.itemsize
+    entry = archive.getinfo(f"{root}data/{tensor.record}")
+    itemsize = tensor.dtype.itemsize
     extent = _extent(tensor.shape, tensor.strides_elem)
     if (tensor.offset_elem + extent) * itemsize > entry.file_size:
         raise ValueError("the tensor reaches out of its storage")
@@ -249,7 +209,7 @@ def _layout(
         )
     start = offset_bytes + data_start + tensor.offset_elem * itemsize
     strides = None if _contiguous(tensor.shape, tensor.strides_elem) else tensor.strides_elem
-    return ItemLayout(tensor.storage.dtype, tensor.shape, start, strides, extent)
+    return ItemLayout(tensor.dtype, tensor.shape, start, strides, extent)
 
 
 def _extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
@@ -261,12 +221,56 @@ def _extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
 
 
 def _contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    expected = 1
-    for size, step in zip(reversed(shape), reversed(strides), strict=True):
-        if size != 1 and step != expected:
-            return 0 in shape
-        expected *= size
-    return True
+    steps = zip(shape, strides, row_major(shape), strict=True)
+    return 0 in shape or all(size == 1 or step == right for size, step, right in steps)
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """What an item of one tensor looks like around its elements; `start` is relative to it."""
+
+    head: bytes
+    tail: bytes
+    layout: ItemLayout
+
+
+class Layouts:
+    """Layouts of many items of few shapes, found without parsing each archive. Used by one thread.
+
+    A torch.save archive is a head (the pickle among it), the elements and a tail (the zip's
+    directory). Where an item has the very head and tail of one that was parsed, its elements lie in
+    the same place. That holds for the files of our own writer, which stores no CRC-32; in stock's
+    the tail differs from tensor to tensor, and each is parsed.
+    """
+
+    def __init__(self) -> None:
+        self._frames: dict[int, list[_Frame]] = {}
+        self.parsed = 0
+        """Archives that were parsed, not recognized."""
+
+    def find(self, descriptor: int, offset: int, length: int, where: str) -> ItemLayout:
+        """Where the elements of the item at [offset, offset + length) of a file lie, in bytes.
+
+        Raises:
+            CheckpointError: as read_layout.
+        """
+        known = self._frames.setdefault(length, [])
+        for frame in known:
+            head = os.pread(descriptor, len(frame.head), offset)
+            if head != frame.head:
+                continue
+            tail = os.pread(descriptor, len(frame.tail), offset + length - len(frame.tail))
+            if tail == frame.tail:
+                return replace(frame.layout, start_bytes=offset + len(head))
+        self.parsed += 1
+        layout = read_layout(FileWindow(descriptor, offset, length), offset, length, where)
+        head_bytes = layout.start_bytes - offset
+        tail_bytes = length - head_bytes - layout.extent_elem * layout.dtype.itemsize
+        if max(head_bytes, tail_bytes) <= _FRAME_LIMIT_BYTES and len(known) < _SAME_LENGTH_LIMIT:
+            head = os.pread(descriptor, head_bytes, offset)
+            tail = os.pread(descriptor, tail_bytes, offset + length - tail_bytes)
+            known.append(_Frame(head, tail, layout))
+        return layout
 
 
 def carrier_dtype(dtype: torch.dtype) -> np.dtype[Any]:

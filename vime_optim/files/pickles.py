@@ -1,39 +1,58 @@
-"""Looks through a pickle before anything unpickles it: what it may cost, not what it means.
+"""Unpickles by a closed list of names, after a look at what the pickle may cost.
 
-A pickle is a program for a small stack machine. Here that machine runs on numbers alone: every
-object is the work of hashing it, nothing is built and nothing is called. So a pickle is refused
-that declares sizes it does not hold, hangs a dict (a tuple of the same tuple twice, 64 deep, has
-2**64 leaves to hash), grows the memo past its own length, or changes a class. What is left may be
-given to Python's fast unpickler with a closed list of names: its memory and time are then a
-multiple of the pickle's own length.
+A pickle is a program for a small stack machine. In `audit` that machine runs on numbers alone:
+every object is the work of hashing it, nothing is built and nothing is called. So a pickle is
+refused that declares sizes it does not hold, hangs a dict (a tuple of the same tuple twice, 64
+deep, has 2**64 leaves to hash), grows the memo past its own length, or changes a class. What is
+left may be given to Python's fast unpickler: its memory and time are then a multiple of the
+pickle's own length.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 _MOST_KEY = 2000
 """Leaves of one key of a dict. Real ones: strings, and (name, offsets, number) of DCP."""
 
 _CAP = 1 << 40  # weights are not counted beyond this, or a bomb would make them long numbers
 
-# What an opcode does here. Sizes are those of its argument in bytes.
-_PUSH = {
-    b"N": 0, b"\x88": 0, b"\x89": 0, b")": 0, b"K": 1, b"M": 2, b"J": 4, b"G": 8,
-}  # fmt: skip
-_PUSH_COUNTED = {  # the argument begins with its length, of so many bytes
-    b"\x8c": 1, b"X": 4, b"\x8d": 8, b"C": 1, b"B": 4, b"\x8e": 8, b"U": 1, b"T": 4,
-    b"\x8a": 1, b"\x8b": 4,
-}  # fmt: skip
-_FIXED: list[int] = [-1] * 256
-_COUNTED: list[int] = [0] * 256
-for _code, _size in _PUSH.items():
-    _FIXED[_code[0]] = _size
-for _code, _size in _PUSH_COUNTED.items():
-    _COUNTED[_code[0]] = _size
 
-_PLAIN, _CLASS = 0, 1  # objects 0 and 1: a value that is cheap to hash, and any name's value
+class UnknownName(pickle.UnpicklingError):
+    """A pickle asks to import what is not on the list."""
+
+
+def loads(
+    data: bytes,
+    names: Mapping[str, Any],
+    persistent_load: Callable[[Any], Any] | None = None,
+) -> Any:
+    """What `pickle.loads` gives, with `names` (dotted) for all that may be imported.
+
+    Raises:
+        UnknownName: another name; nothing was called with it.
+        pickle.UnpicklingError: as `audit`.
+        Exception: whatever comes of a damaged pickle: TypeError from a constructor, struct.error.
+    """
+    audit(data)
+    unpickler = _Unpickler(io.BytesIO(data))
+    unpickler.names = names
+    if persistent_load is not None:
+        unpickler.persistent_load = persistent_load  # type: ignore[method-assign]
+    return unpickler.load()
+
+
+class _Unpickler(pickle.Unpickler):
+    names: Mapping[str, Any]
+
+    def find_class(self, module: str, name: str) -> Any:
+        dotted = f"{module.replace('__builtin__', 'builtins')}.{name}"
+        if dotted not in self.names:
+            raise UnknownName(dotted[:200])
+        return self.names[dotted]
 
 
 def audit(data: bytes) -> None:
@@ -50,6 +69,46 @@ def audit(data: bytes) -> None:
         ) from None
 
 
+_PLAIN, _CLASS = 0, 1  # objects 0 and 1: a value that is cheap to hash, and any name's value
+
+# What opcodes do here that push a plain value: the bytes of their argument, or the bytes in which
+# the argument's length stands before it.
+_FIXED = {
+    b"N": 0, b"\x88": 0, b"\x89": 0, b")": 0, b"K": 1, b"M": 2, b"J": 4, b"G": 8,
+}  # fmt: skip
+_COUNTED = {
+    b"\x8c": 1, b"X": 4, b"\x8d": 8, b"C": 1, b"B": 4, b"\x8e": 8, b"U": 1, b"T": 4,
+    b"\x8a": 1, b"\x8b": 4,
+}  # fmt: skip
+
+_MARKED = -1  # all objects since the last mark
+_NEW, _INTO, _CALL, _GONE = range(4)
+"""What becomes of the objects that an opcode takes: a new object that holds them, parts of the one
+below them, the arguments of a call (which may hash them: a set, an OrderedDict), or nothing."""
+
+
+_HASHED = {
+    b"s": slice(0, None, 2), b"u": slice(0, None, 2), b"\x90": slice(None), b"\x91": slice(None),
+}  # fmt: skip
+"""Which of the objects that an opcode takes are keys of a dict or members of a set."""
+
+_TAKES = {
+    b"}": (0, _NEW), b"]": (0, _NEW), b"\x8f": (0, _NEW), b"\x85": (1, _NEW), b"\x86": (2, _NEW),
+    b"\x87": (3, _NEW), b"t": (_MARKED, _NEW), b"\x91": (_MARKED, _NEW), b"Q": (1, _NEW),
+    b"a": (1, _INTO), b"e": (_MARKED, _INTO), b"b": (1, _INTO), b"s": (2, _INTO),
+    b"u": (_MARKED, _INTO), b"\x90": (_MARKED, _INTO),
+    b"R": (2, _CALL), b"\x81": (2, _CALL), b"\x92": (3, _CALL),
+    b"0": (1, _GONE), b"1": (_MARKED, _GONE),
+}  # fmt: skip
+"""How many objects an opcode takes from the stack, and what becomes of them."""
+
+_OPS = {code: (*row, _HASHED.get(code)) for code, row in _TAKES.items()}
+
+
+def _by_code(table: Mapping[bytes, Any], other: Any) -> list[Any]:
+    return [table.get(bytes([code]), other) for code in range(256)]
+
+
 class _Machine:
     """The stack machine. Objects are numbers; `weights` says what hashing each would take."""
 
@@ -64,7 +123,7 @@ class _Machine:
     def run(self) -> None:
         data, stack, memo = self.data, self.stack, self.memo
         push, remember = stack.append, memo.append
-        fixed, counted, rare = _FIXED, _COUNTED, _RARE
+        fixed, counted, ops = _by_code(_FIXED, -1), _by_code(_COUNTED, 0), _by_code(_OPS, None)
         at = 0
         while True:
             code = data[at]  # an argument that reaches past the end is found here
@@ -83,198 +142,72 @@ class _Machine:
             elif size := counted[code]:
                 at += size + int.from_bytes(data[at : at + size], "little")
                 push(_PLAIN)
+            elif code == 0x28:  # MARK
+                self.marks.append(len(stack))
+            elif op := ops[code]:
+                self.apply(*op)
             elif code == 0x2E:  # STOP
                 break
             else:
-                step = rare[code]
-                if step is None:
-                    raise pickle.UnpicklingError(f"opcode {bytes([code])!r} has no place here")
-                at = step(self, at)
+                at = self.apply_rare(code, at)
         if len(stack) != 1 or self.marks:
             raise pickle.UnpicklingError("broken pickle: it leaves more than one object")
 
-    def new(self, weight: int) -> None:
-        self.stack.append(len(self.weights))
-        self.weights.append(weight if weight < _CAP else _CAP)
-
-    def taken(self) -> list[int]:
-        """The objects since the last mark, taken from the stack."""
-        start = self.marks.pop()
-        found = self.stack[start:]
-        del self.stack[start:]
-        return found
-
-    def sum_of(self, objects: list[int]) -> int:
-        weights = self.weights
-        return sum([weights[number] for number in objects])
-
-    def add(self, target: int, weight: int) -> None:
-        if target > _CLASS:
-            self.weights[target] = min(_CAP, self.weights[target] + weight)
-
-    def hashed(self, number: int) -> None:
-        weight = self.weights[number]
-        self.work_left -= weight
-        if weight > _MOST_KEY or self.work_left < 0:
-            raise pickle.UnpicklingError("a key that takes too long to hash: nested tuples")
-
-
-_Step = Callable[[_Machine, int], int]
-"""One opcode: takes the place after it, returns the place after its argument."""
-
-
-def _mark(m: _Machine, at: int) -> int:
-    m.marks.append(len(m.stack))
-    return at
-
-
-def _container(m: _Machine, at: int) -> int:
-    m.new(1)
-    return at
-
-
-def _tuple(m: _Machine, at: int) -> int:
-    m.new(1 + m.sum_of(m.taken()))
-    return at
-
-
-def _short_tuple(count: int) -> _Step:
-    def step(m: _Machine, at: int) -> int:
-        parts = m.stack[-count:]
-        if len(parts) < count:
+    def apply(self, takes: int, what: int, hashed: slice | None) -> None:
+        """An opcode that takes objects from the stack, and has no argument."""
+        weights, stack = self.weights, self.stack
+        start = self.marks.pop() if takes == _MARKED else len(stack) - takes
+        if start < 0:
             raise IndexError
-        del m.stack[-count:]
-        m.new(1 + m.sum_of(parts))
-        return at
+        taken = stack[start:]
+        del stack[start:]
+        weight = 0
+        for number in taken:
+            weight += weights[number]
+        if hashed is not None:
+            for number in taken[hashed]:
+                self.spend(weights[number], _MOST_KEY)
+        elif what == _CALL:
+            self.spend(weight, self.work_left)
+        if what == _INTO:
+            target = stack[-1]
+            if target == _CLASS:
+                raise pickle.UnpicklingError("it changes a class, or what else a name stands for")
+            if target != _PLAIN:
+                weights[target] = min(_CAP, weights[target] + weight)
+        elif what != _GONE:
+            stack.append(len(weights))
+            weights.append(1 + weight if weight < _CAP else _CAP)
 
-    return step
+    def spend(self, work: int, most: int) -> None:
+        self.work_left -= work
+        if work > most or self.work_left < 0:
+            raise pickle.UnpicklingError("what takes too long to hash: nested tuples")
 
-
-def _append(m: _Machine, at: int) -> int:
-    item = m.stack.pop()
-    m.add(m.stack[-1], m.weights[item])
-    return at
-
-
-def _appends(m: _Machine, at: int) -> int:
-    items = m.taken()
-    m.add(m.stack[-1], m.sum_of(items))
-    return at
-
-
-def _set_item(m: _Machine, at: int) -> int:
-    value, key = m.stack.pop(), m.stack.pop()
-    m.hashed(key)
-    m.add(m.stack[-1], m.weights[key] + m.weights[value])
-    return at
-
-
-def _set_items(m: _Machine, at: int) -> int:
-    items = m.taken()
-    for key in items[::2]:
-        m.hashed(key)
-    m.add(m.stack[-1], m.sum_of(items))
-    return at
-
-
-def _add_items(m: _Machine, at: int) -> int:
-    items = m.taken()
-    for item in items:
-        m.hashed(item)
-    m.add(m.stack[-1], m.sum_of(items))
-    return at
-
-
-def _frozenset(m: _Machine, at: int) -> int:
-    items = m.taken()
-    for item in items:
-        m.hashed(item)
-    m.new(1 + m.sum_of(items))
-    return at
-
-
-def _call(m: _Machine, at: int) -> int:
-    """REDUCE and NEWOBJ: what is called may hash its arguments (a set, an OrderedDict)."""
-    arguments = m.stack.pop()
-    m.stack.pop()
-    m.work_left -= m.weights[arguments]
-    if m.work_left < 0:
-        raise pickle.UnpicklingError("arguments that take too long to hash: nested tuples")
-    m.new(1 + m.weights[arguments])
-    return at
-
-
-def _call_with_names(m: _Machine, at: int) -> int:
-    m.stack.pop()
-    return _call(m, at)
-
-
-def _build(m: _Machine, at: int) -> int:
-    state = m.stack.pop()
-    target = m.stack[-1]
-    if target == _CLASS:
-        raise pickle.UnpicklingError("it changes a class, or what else a name stands for")
-    m.add(target, m.weights[state])
-    return at
-
-
-def _persistent(m: _Machine, at: int) -> int:
-    m.stack.pop()
-    m.new(1)
-    return at
-
-
-def _global(m: _Machine, at: int) -> int:
-    for _ in range(2):
-        at = m.data.index(b"\n", at) + 1
-    m.stack.append(_CLASS)
-    return at
-
-
-def _stack_global(m: _Machine, at: int) -> int:
-    m.stack.pop()
-    m.stack.pop()
-    m.stack.append(_CLASS)
-    return at
-
-
-def _put(size: int) -> _Step:
-    def step(m: _Machine, at: int) -> int:
-        number = int.from_bytes(m.data[at : at + size], "little")
-        if number > len(m.memo):
-            raise pickle.UnpicklingError(f"memo number {number} where {len(m.memo)} comes next")
-        if number == len(m.memo):
-            m.memo.append(m.stack[-1])
+    def apply_rare(self, code: int, at: int) -> int:
+        """One of the other opcodes. Returns the place after its argument."""
+        opcode, stack = bytes([code]), self.stack
+        if opcode == b"\x80":  # PROTO
+            return at + 1
+        if opcode == b"\x95":  # FRAME
+            return at + 8
+        if opcode == b"2":  # DUP
+            stack.append(stack[-1])
+        elif opcode == b"\x93":  # STACK_GLOBAL
+            stack.pop()
+            stack[-1] = _CLASS
+        elif opcode == b"c":  # GLOBAL
+            at = self.data.index(b"\n", self.data.index(b"\n", at) + 1) + 1
+            stack.append(_CLASS)
+        elif opcode in (b"q", b"r"):  # BINPUT, LONG_BINPUT
+            size = 1 if opcode == b"q" else 4
+            number = int.from_bytes(self.data[at : at + size], "little")
+            if number > len(self.memo):
+                raise pickle.UnpicklingError(
+                    f"memo number {number} where {len(self.memo)} comes next"
+                )
+            self.memo[number : number + 1] = [stack[-1]]
+            at += size
         else:
-            m.memo[number] = m.stack[-1]
-        return at + size
-
-    return step
-
-
-def _pop(m: _Machine, at: int) -> int:
-    m.stack.pop()
-    return at
-
-
-def _pop_mark(m: _Machine, at: int) -> int:
-    m.taken()
-    return at
-
-
-def _dup(m: _Machine, at: int) -> int:
-    m.stack.append(m.stack[-1])
-    return at
-
-
-_RARE: list[_Step | None] = [None] * 256
-for _code, _step in {
-    b"(": _mark, b"}": _container, b"]": _container, b"\x8f": _container,
-    b"t": _tuple, b"\x85": _short_tuple(1), b"\x86": _short_tuple(2), b"\x87": _short_tuple(3),
-    b"a": _append, b"e": _appends, b"s": _set_item, b"u": _set_items, b"\x90": _add_items,
-    b"\x91": _frozenset, b"R": _call, b"\x81": _call, b"\x92": _call_with_names, b"b": _build,
-    b"Q": _persistent, b"c": _global, b"\x93": _stack_global, b"q": _put(1), b"r": _put(4),
-    b"0": _pop, b"1": _pop_mark, b"2": _dup,
-    b"\x80": lambda m, at: at + 1, b"\x95": lambda m, at: at + 8,
-}.items():  # fmt: skip
-    _RARE[_code[0]] = _step
+            raise pickle.UnpicklingError(f"opcode {opcode!r} has no place here")
+        return at

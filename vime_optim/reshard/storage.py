@@ -18,9 +18,8 @@ from vime_optim.counters import counters
 from vime_optim.errors import CheckpointError
 from vime_optim.files import checked
 from vime_optim.files.filling import Source, ends_early
-from vime_optim.files.frames import Layouts
 from vime_optim.files.geometry import Box, whole
-from vime_optim.files.items import FileWindow, ImpossibleTensor, audit_item
+from vime_optim.files.items import FileWindow, ImpossibleTensor, Layouts, audit_item
 from vime_optim.files.plain import no_archive
 from vime_optim.files.reading import BoxReader
 from vime_optim.reshard.coded import Read, set_deferring, shard_of
