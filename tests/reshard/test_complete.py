@@ -22,9 +22,7 @@ def plans(layers: list[int], ranks: int, replica: int = 0, key: str = "w") -> li
         cuts = [0, *sorted(draw.randrange(NUMEL + 1) for _ in range(ranks - 1)), NUMEL]
         for rank in range(ranks):
             start, end = cuts[rank], cuts[rank + 1]
-            pieces[rank] += pieces_of_range(
-                target, start, end, param=f"{layer}", state="param", shard_start=0
-            )
+            pieces[rank] += pieces_of_range(target, start, end, param=f"{layer}", state="param")
     return [RankPlan(rank, tuple(held)) for rank, held in enumerate(pieces)]
 
 

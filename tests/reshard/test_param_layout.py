@@ -55,10 +55,17 @@ def test_factories_are_probed_without_memory(release: str) -> None:
             (found,) = _targets(stacked, param, 0)
             answers["stacked"] = [found.global_shape, found.global_offset, found.local_shape,
                                   found.replica_id]
+            try:
+                odd = ShardedTensor.from_rank_offsets("o", param[:5], replica_id=(0, 0, 0))
+                _targets(odd, param, 0)
+            except Exception as error:
+                answers["of another size"] = str(error)
             print(json.dumps(answers))
             """,
         )
     )
+    assert "another size" in answer["of another size"]
+    assert "(5, 4)" in answer["of another size"]
     assert answer["rows"] == [["w.0", 0, [3, 4], [0, 0, 1]], ["w.1", 12, [3, 4], [0, 0, 1]]]
     assert answer["columns"] is None
     assert answer["turned"] is None

@@ -118,14 +118,14 @@ def compare_plans(call: Call) -> None:
 
 def _compare_plans(state: ParamState) -> None:
     """Raise on every rank of the group when the ranks are about to write different tensors."""
-    from vime_optim.reshard.keys import compare_digests
+    from vime_optim.reshard.keys import differing_plans
 
     if torch.distributed.get_world_size(state.group) == 1:
         return
     digests = collectives.gathered(state.digest, state.group)
     if len(set(digests)) > 1:
         ranks = torch.distributed.get_process_group_ranks(state.group)
-        compare_digests(digests, ranks, collectives.gathered(state.plan.keys, state.group))
+        raise differing_plans(digests, ranks, collectives.gathered(state.plan.keys, state.group))
 
 
 @FIX.wraps(LOAD_PLANNER, "create_local_plan", takes("self"))

@@ -60,11 +60,10 @@ def incomplete_tensor(plans: Iterable[RankPlan]) -> PlanError | None:
     if key is None:
         return None
     own = [piece for plan in plans for piece in plan.pieces if piece.key == key]
-    pieces: list[tuple[int, Piece]] = [
-        (rank, piece) for rank, held in enumerate(collectives.gathered(own)) for piece in held
-    ]
+    every: list[list[Piece]] = collectives.gathered(own)
+    pieces = [(rank, piece) for rank, held in enumerate(every) for piece in held]
     try:
-        check_cover(pieces, {key: pieces[0][1].global_shape})
+        check_cover(key, pieces[0][1].global_shape, pieces)
     except PlanError as error:
         return error
     return None

@@ -20,16 +20,9 @@ from vime_optim.optimizer.kinds import MASTER
 from vime_optim.optimizer.record import record_of
 from vime_optim.optimizer.slots import Slot, slots_of
 from vime_optim.reshard.coded import CodedShard
-from vime_optim.reshard.keys import KeyInfo
+from vime_optim.reshard.keys import KeyInfo, digest_of
 from vime_optim.reshard.layout import ParamLayout, param_layouts
-from vime_optim.reshard.plan import (
-    Piece,
-    RankPlan,
-    check_local,
-    digest,
-    pieces_of_range,
-    wanted_exactly_once,
-)
+from vime_optim.reshard.plan import Piece, RankPlan, check_local, pieces_of_range
 from vime_optim.state_dicts import walk
 
 PREFIX = "optimizer.state"
@@ -58,7 +51,7 @@ class ParamState(dict[int, Any]):
 
     @property
     def digest(self) -> str:
-        return digest(self.plan)
+        return digest_of(self.plan.keys)
 
 
 def param_states(state: Any) -> Iterator[ParamState]:
@@ -101,13 +94,12 @@ def build_param_state(dist_opt: Any, model_sharded_state_dict: Any, is_loading: 
     """The `param_state` of fully_reshardable: {parameter number: {state: {n: ShardedTensor}}}.
 
     Raises:
-        PlanError: the plan does not hold each element of this rank's shards exactly once.
+        PlanError: two pieces hold the same elements, or one does not fit its tensor.
         OptimizerStateError: the optimizer has no state for an owned parameter.
     """
     state = ParamState()
     pieces: list[Piece] = []
     keys: list[KeyInfo] = []
-    wanted: dict[tuple[str, str], list[tuple[int, int]]] = {}
     destinations: dict[tuple[int, str], Destination] = {}
     names = state_names(dist_opt)
     for layout in param_layouts(dist_opt, model_sharded_state_dict):
@@ -120,14 +112,12 @@ def build_param_state(dist_opt: Any, model_sharded_state_dict: Any, is_loading: 
             for name, slot in slots.items():
                 cut = _cut(layout, name)
                 pieces += cut
-                wanted[layout.name, name] = [(0, layout.end - layout.start)]
                 destination = _destination(layout, slot, is_loading)
                 entry[name] = _sharded_tensors(layout, destination, cut)
                 destinations[layout.index, name] = destination
         if entry:
             state[layout.index] = entry
     state.plan = RankPlan(torch.distributed.get_rank(), tuple(pieces), tuple(keys))
-    wanted_exactly_once(state.plan, wanted)
     check_local(state.plan)
     state.is_loading = is_loading
     state.dist_opt, state.destinations = dist_opt, destinations
@@ -173,9 +163,7 @@ def _keys(layout: ParamLayout, names: tuple[str, ...]) -> list[KeyInfo]:
     targets = layout.targets or ()
     shapes = {(target.key, target.global_shape) for target in targets}
     return [
-        KeyInfo(f"{PREFIX}.{name}.{key}", shape, "float32")
-        for key, shape in sorted(shapes)
-        for name in names
+        KeyInfo(f"{PREFIX}.{name}.{key}", shape) for key, shape in sorted(shapes) for name in names
     ]
 
 
@@ -189,7 +177,6 @@ def _cut(layout: ParamLayout, name: str) -> list[Piece]:
             layout.end,
             param=layout.name,
             state=name,
-            shard_start=0,
             key=f"{PREFIX}.{name}.{target.key}",
         )
     ]
@@ -235,7 +222,7 @@ def _sharded_tensors(
 
 
 def _view(destination: Destination, piece: Piece) -> torch.Tensor:
-    start = piece.source.start_elem
+    start = piece.start_elem
     if destination.flat is not None:
         return destination.flat[start : start + piece.numel].view(piece.size)
     assert destination.slot is not None  # a save has pieces of what this rank owns

@@ -7,71 +7,55 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import xxhash
 
 from vime_optim.errors import PlanError
 
+FORMAT = "1\tfully_reshardable"
+"""Part of each digest. The number is raised whenever the keys, shapes or cuts that a plan gives for
+the same optimizer change."""
 
-@dataclass(frozen=True, slots=True, order=True)
-class KeyInfo:
-    """What every rank must agree on about one checkpoint key.
 
-    Attributes:
-        key: the checkpoint key.
-        global_shape: shape of the whole tensor in the checkpoint.
-        dtype: name of its dtype in the checkpoint, as "float32".
-    """
+class KeyInfo(NamedTuple):
+    """A checkpoint key, and the shape of the whole tensor there, which is float32."""
 
     key: str
     global_shape: tuple[int, ...]
-    dtype: str
 
 
-def digest_of_keys(keys: Iterable[KeyInfo], sharding_type: str, format_version: int) -> str:
-    """16 hex digits over keys, shapes, dtypes and format; the order of the keys does not matter."""
-    lines = [f"{format_version}\t{sharding_type}"]
+def digest_of(keys: Iterable[KeyInfo]) -> str:
+    """16 hex digits over keys, shapes and format; the order of the keys does not matter."""
+    lines = [FORMAT]
     for info in sorted(set(keys)):
-        lines.append(f"{info.key}\t{','.join(map(str, info.global_shape))}\t{info.dtype}")
+        lines.append(f"{info.key}\t{','.join(map(str, info.global_shape))}\tfloat32")
     return str(xxhash.xxh64("\n".join(lines).encode()).hexdigest())
 
 
-def compare_digests(
-    digests: Sequence[str],
-    ranks: Sequence[int] | None = None,
-    keys_by_rank: Sequence[Sequence[KeyInfo]] | None = None,
-) -> None:
-    """Raises unless all digests are equal.
+def differing_plans(
+    digests: Sequence[str], ranks: Sequence[int], keys_by_rank: Sequence[Sequence[KeyInfo]]
+) -> PlanError:
+    """The error for ranks whose digests differ: which they are, and the first key that differs.
 
     Args:
-        digests: one per rank of the group.
-        ranks: their global ranks; counted from 0 when left out.
-        keys_by_rank: each rank's keys, where the caller has them, to name the first that differs.
-
-    Raises:
-        PlanError: grouping the ranks by digest.
+        digests, keys_by_rank: one per rank of the group.
+        ranks: their global ranks.
     """
-    ranks = range(len(digests)) if ranks is None else ranks
     groups: dict[str, list[int]] = defaultdict(list)
     for rank, value in zip(ranks, digests, strict=True):
         groups[value].append(rank)
-    if len(groups) <= 1:
-        return
-    raise PlanError(
+    return PlanError(
         "The ranks made different plans",
-        where=first_difference(keys_by_rank, ranks) if keys_by_rank is not None else None,
+        where=first_difference(keys_by_rank, ranks),
         got="; ".join(f"digest {d}: {rank_list(r)}" for d, r in groups.items()),
         expected="one digest on all ranks",
         next_step="Nothing was written. Check that all ranks run the same model and settings",
     )
 
 
-def first_difference(
-    keys_by_rank: Sequence[Sequence[KeyInfo]], ranks: Sequence[int] | None = None
-) -> str | None:
+def first_difference(keys_by_rank: Sequence[Sequence[KeyInfo]], ranks: Sequence[int]) -> str | None:
     """Describes the first key, in sorted order, on which the ranks differ; None if they agree."""
-    ranks = range(len(keys_by_rank)) if ranks is None else ranks
     common = set.intersection(*map(set, keys_by_rank))
     differing = sorted(set.union(*map(set, keys_by_rank)) - common)
     if not differing:
@@ -79,7 +63,7 @@ def first_difference(
     key = differing[0].key
     variants: dict[str, list[int]] = defaultdict(list)
     for rank, infos in zip(ranks, keys_by_rank, strict=True):
-        mine = sorted({f"{i.global_shape} {i.dtype}" for i in infos if i.key == key})
+        mine = sorted({str(i.global_shape) for i in infos if i.key == key})
         variants[" and ".join(mine) or "absent"].append(rank)
     return f"{key}: " + "; ".join(f"{text} on {rank_list(r)}" for text, r in variants.items())
 

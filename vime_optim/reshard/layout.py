@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -54,7 +55,8 @@ def param_layouts(dist_opt: Any, model_sharded_state_dict: Any) -> Iterator[Para
     """Every parameter of the optimizer's buffers, owned by this rank or not, in Megatron's order.
 
     Raises:
-        PlanError: a parameter is missing from the model's sharded state dict.
+        PlanError: a parameter is missing from the model's sharded state dict, or has another size
+            there.
     """
     bases = _bases(model_sharded_state_dict)
     for index, (param, ranges) in enumerate(_params(dist_opt)):
@@ -109,6 +111,14 @@ def _targets(base: Any, param: torch.Tensor, instance: int) -> tuple[ParamRun, .
         return _factory_targets(base, param, replica)
     if getattr(base, "flattened_range", None) is not None:
         return None
+    if prod(base.local_shape) != param.numel():
+        raise PlanError(
+            "the model's sharded state dict describes a parameter as if it had another size",
+            where=base.key,
+            got=f"local shape {tuple(base.local_shape)}",
+            expected=f"the elements of {tuple(param.shape)}",
+            next_step="report the model and its parallel layout",
+        )
     return (_target(base, replica, 0),)
 
 
