@@ -127,17 +127,33 @@ def test_many_boxes_take_no_quadratic_time():
     edges = np.arange(n, dtype=np.int64)[:, None]
     rng = np.random.default_rng(0)
     order = rng.permutation(n)
-    looked_at = 0
-    examine = cover._examine
+    compared = 0
+    candidates = cover._candidates
 
-    def counting(task, full):
-        nonlocal looked_at
-        looked_at += len(task.ids)
-        return examine(task, full)
+    def counting(*arguments):
+        nonlocal compared
+        for pairs in candidates(*arguments):
+            compared += len(pairs[0])
+            yield pairs
 
-    with mock.patch.object(cover, "_examine", counting):
+    with mock.patch.object(cover, "_candidates", counting):
         assert find_fault(edges[order], edges[order] + 1, (n,), full=True) is None
+        gap = find_fault(edges[order[1:]], edges[order[1:]] + 1, (n,), full=True)
         fault = find_fault(np.zeros_like(edges), edges + 1, (n,), full=True)
+    assert (gap.offset, gap.size, gap.boxes) == ((order[0],), (1,), ())
     assert len(fault.boxes) == 2
     # Each box a few times over; comparing all pairs would be 4e10.
-    assert n <= looked_at <= 10 * n
+    assert n <= compared <= 10 * n
+
+
+def test_a_tensor_of_more_elements_than_64_bits_count():
+    """As a hostile file may claim: found without an overflow."""
+    shape = (1 << 61, 1 << 61, 1 << 61)
+    lo = np.zeros((10, 3), dtype=np.int64)
+    hi = np.full((10, 3), 1 << 61, dtype=np.int64)
+    lo[:, 0] = np.arange(10)
+    hi[:9, 0] = np.arange(1, 10)
+    assert find_fault(lo, hi, shape, full=True) is None
+    lo[9, 1] = 7
+    fault = find_fault(lo, hi, shape, full=True)
+    assert (fault.offset[1], fault.size[1], fault.boxes) == (0, 7, ())

@@ -23,8 +23,9 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
+from vime_optim.files import cover
 from vime_optim.fixes import planning as fix
-from vime_optim.planning import global_check, overlap
+from vime_optim.planning import global_check
 from vime_optim.registry import around
 
 PROPERTIES = TensorProperties(dtype=torch.float32)
@@ -233,9 +234,9 @@ def test_overlapping_pairs_against_all_pairs(data):
     (a_lo, a_hi), (b_lo, b_hi) = draw(6), draw(40)
     both = (a_lo[:, None] < b_hi) & (b_lo < a_hi[:, None])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overlap, "_FEW", data.draw(st.integers(0, 3)))
-        patch.setattr(overlap, "_PAIRS_AT_ONCE", data.draw(st.integers(1, 50)))
-        pairs = overlap.overlapping_pairs(a_lo, a_hi, b_lo, b_hi)
+        patch.setattr(cover, "_FEW_SAVED", data.draw(st.integers(0, 3)))
+        patch.setattr(cover, "_PAIRS_AT_ONCE", data.draw(st.integers(1, 50)))
+        pairs = cover.overlapping_pairs(a_lo, a_hi, b_lo, b_hi)
     assert np.array_equal(np.stack(pairs, 1), np.argwhere(both.all(axis=2)))
 
 

@@ -140,9 +140,9 @@ def _read_items(
     optional=True,
 )
 def _validate_shards(original: Any, hit: Hit, shards: list[Any]) -> None:
-    from vime_optim.planning import overlap
+    from vime_optim.files import cover
 
-    if len(shards) > _FEW_SHARDS and overlap.are_disjoint(
+    if len(shards) > _FEW_SHARDS and cover.are_disjoint(
         [shard.shard_offsets for shard in shards], [shard.shard_sizes for shard in shards]
     ):
         hit()

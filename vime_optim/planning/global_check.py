@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from vime_optim.files import cover
 from vime_optim.files.cover import Ints, find_fault
-from vime_optim.planning import overlap
 
 _MOST_EMPTY = 4096
 _MOST_MESSAGES = 32
@@ -100,9 +100,9 @@ def _by_axes(state_dict_metadata: dict[str, Any], verdict: PlanVerdict) -> Itera
     for axes, entries in by_axes.items():
         held = [chunk for _, value in entries for chunk in value.chunks]
         try:
-            lo = overlap.as_array([chunk.offsets for chunk in held], axes)
-            size = overlap.as_array([chunk.sizes for chunk in held], axes)
-            shapes = overlap.as_array([value.size for _, value in entries], axes)
+            lo = cover.as_array([chunk.offsets for chunk in held], axes)
+            size = cover.as_array([chunk.sizes for chunk in held], axes)
+            shapes = cover.as_array([value.size for _, value in entries], axes)
         except (ValueError, OverflowError, TypeError):
             verdict.unproved += [key for key, _ in entries]
             continue
@@ -124,7 +124,7 @@ def _check_chunks(chunks: Chunks, global_plan: Sequence[Any], verdict: PlanVerdi
     sound = np.ones(len(chunks.keys), dtype=bool)
     sound[key_of[out_of_bounds]] = False
     kept = np.flatnonzero(sound[key_of])
-    left, group = overlap.entangled(lo[kept], hi[kept], key_of[kept])
+    left, group = cover.entangled(lo[kept], hi[kept], key_of[kept])
     _examine(chunks, hi, kept[left], group, global_plan, verdict)
     if len(global_plan) > 1 or _a_single_plan_must_be_whole():
         _check_volumes(chunks, sound, verdict)
@@ -181,7 +181,7 @@ def _overlap(lo: Ints, hi: Ints, shape: list[int]) -> tuple[int, ...] | None:
         return ()
     if len(empty):
         # torch counts an empty box that lies within another one as overlapping it.
-        one, other = overlap.overlapping_pairs(lo[empty], hi[empty], lo, hi)
+        one, other = cover.overlapping_pairs(lo[empty], hi[empty], lo, hi)
         different = np.flatnonzero(empty[one] != other)
         if len(different):
             return int(empty[one[different[0]]]), int(other[different[0]])
@@ -189,7 +189,7 @@ def _overlap(lo: Ints, hi: Ints, shape: list[int]) -> tuple[int, ...] | None:
 
 
 def _check_volumes(chunks: Chunks, sound: Ints, verdict: PlanVerdict) -> None:
-    total = np.concatenate((np.zeros(1, np.int64), np.cumsum(overlap.volumes(chunks.size))))
+    total = np.concatenate((np.zeros(1, np.int64), np.cumsum(cover.volumes(chunks.size))))
     held = total[chunks.first[1:]] - total[chunks.first[:-1]]
     for index, key in enumerate(chunks.keys):
         volume = math.prod(chunks.shapes[index].tolist())

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from vime_optim.files import cover
 from vime_optim.files.cover import Ints
-from vime_optim.planning import overlap
 
 _SMALL = 256
 """Below this many pairs of chunks torch's own way is as fast."""
@@ -36,7 +36,7 @@ def create_read_items(
         saved_lo, saved_size = _arrays(saved_chunks, axes)
         if axes == 0 or min(int(a.min()) for a in (lo, size, saved_lo, saved_size)) < 0:
             return original(fqn, checkpoint_md, local_chunks)
-        one, other = overlap.overlapping_pairs(lo, lo + size, saved_lo, saved_lo + saved_size)
+        one, other = cover.overlapping_pairs(lo, lo + size, saved_lo, saved_lo + saved_size)
     except (ValueError, OverflowError, TypeError):
         return original(fqn, checkpoint_md, local_chunks)
     start = np.maximum(lo[one], saved_lo[other])
@@ -54,8 +54,8 @@ def create_read_items(
 
 def _arrays(chunks: Sequence[Any], axes: int) -> tuple[Ints, Ints]:
     return (
-        overlap.as_array([chunk.offsets for chunk in chunks], axes),
-        overlap.as_array([chunk.sizes for chunk in chunks], axes),
+        cover.as_array([chunk.offsets for chunk in chunks], axes),
+        cover.as_array([chunk.sizes for chunk in chunks], axes),
     )
 
 

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 
 from vime_optim.commit.task import RecordedResult
-from vime_optim.files.cover import Ints
+from vime_optim.files.cover import Ints, as_array
 from vime_optim.files.fastfile import FileRecord
-from vime_optim.planning.overlap import as_array
 from vime_optim.planning.packed import pack, unpack
 
 _NONE = -1

@@ -19,8 +19,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from vime_optim.files.cover import Ints
-from vime_optim.planning.overlap import as_array
+from vime_optim.files.cover import Ints, as_array
 from vime_optim.planning.packed import Boxes
 
 _NONE = -1

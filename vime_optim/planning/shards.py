@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from vime_optim.files.cover import Ints
-from vime_optim.planning.overlap import as_array
+from vime_optim.files.cover import Ints, as_array
 from vime_optim.planning.packed import pack as pack_columns
 from vime_optim.planning.packed import unpack
 

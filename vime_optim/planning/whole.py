@@ -18,9 +18,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from vime_optim.files.cover import Ints
+from vime_optim.files.cover import Ints, as_array
 from vime_optim.planning.global_check import Chunks, PlanVerdict, check_chunks, describe_pair
-from vime_optim.planning.overlap import as_array
 from vime_optim.planning.packed import Boxes
 from vime_optim.planning.save_plans import LazyChunks, PackedPlan, properties_of
 
