@@ -15,7 +15,7 @@ from typing import Any
 
 from vime_optim.commit.agreement import Operation
 from vime_optim.errors import OptimizerStateError
-from vime_optim.optimizer.kinds import has_buffers, is_stub, owned_params
+from vime_optim.optimizer.kinds import has_buffers, is_stub, members, owned_params
 from vime_optim.optimizer.record import record_of
 from vime_optim.state_dicts import walk
 
@@ -69,17 +69,7 @@ def _members(template: Any) -> Iterator[Any]:
     for _, value in walk(template):
         owner = getattr(value, "owner", None) if isinstance(value, dict) else None
         if owner is not None:
-            yield from _leaves(owner)
-
-
-def _leaves(optimizer: Any) -> Iterator[Any]:
-    """The optimizers that hold states: a chain may be a member of another one (layer-wise Muon)."""
-    members = getattr(optimizer, "chained_optimizers", None)
-    if members is None:
-        yield optimizer
-    else:
-        for member in members:
-            yield from _leaves(member)
+            yield from members(owner)
 
 
 def once(path: str, parse: Callable[[], Any]) -> Any:
@@ -113,7 +103,7 @@ def require_whole(optimizer: Any, action: str) -> None:
         OptimizerStateError: a load into the optimizer, or into a member of it, began and was not
             finished.
     """
-    for member in _leaves(optimizer):
+    for member in members(optimizer):
         directory = record_of(member).half_loaded_from
         if directory is not None:
             raise OptimizerStateError(

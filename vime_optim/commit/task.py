@@ -10,6 +10,7 @@ import errno
 import io
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.storage import WriteResult
 
+from vime_optim.errors import WriterError
 from vime_optim.files.fastfile import Extent, FileRecord, write_file
 
 WriteBucket = tuple[str, str, tuple[list[Any], list[Any]]]
@@ -55,38 +57,29 @@ def run(rank: int, write_buckets: Sequence[WriteBucket], results: Any) -> None:
 
 def _write_all(write_buckets: Sequence[WriteBucket]) -> dict[int, Any]:
     failed = threading.Event()
-    results: dict[int, Any] = {}
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
     def check() -> None:
         if failed.is_set():
             raise Stopped
 
-    def work(number: int) -> None:
+    def write(bucket: WriteBucket) -> Any:
         try:
             if device is not None:
                 # A new thread starts on device 0; work there would open a context on it.
                 torch.cuda.set_device(device)
-            results[number] = write_bucket(write_buckets[number], check)
+            return write_bucket(bucket, check)
         except BaseException as error:
             failed.set()
-            results[number] = error
+            return error
 
-    threads = [
-        threading.Thread(target=work, args=(number,), name=f"vime_optim writer {number}")
-        for number in range(1, len(write_buckets))
-    ]
-    for thread in threads:
-        thread.start()
-    if write_buckets:
-        work(0)
-    for thread in threads:
-        thread.join()
-    errors = [r for r in results.values() if isinstance(r, BaseException)]
+    with ThreadPoolExecutor(max(1, len(write_buckets)), "vime_optim writer") as pool:
+        results = list(pool.map(write, write_buckets))
+    errors = [r for r in results if isinstance(r, BaseException)]
     if errors:
         # A write that was stopped because of another's failure is not the cause.
         raise next((e for e in errors if not isinstance(e, Stopped)), errors[0])
-    return dict(sorted(results.items()))
+    return dict(enumerate(results))
 
 
 def write_bucket(bucket: WriteBucket, progress: Callable[[], None]) -> list[WriteResult]:
@@ -118,23 +111,19 @@ def results_of(
         name: the file's.
         record: goes with the last item.
     """
-    results: list[WriteResult] = []
-    for position, ((item, _), extent) in enumerate(zip(pairs, extents, strict=True)):
-        results.append(
-            RecordedResult(
-                index=item.index,
-                size_in_bytes=extent.length,
-                storage_data=_StorageInfo(name, extent.offset, extent.length),
-                record=record if position == len(pairs) - 1 else None,
-            )
+    return [
+        RecordedResult(
+            index=item.index,
+            size_in_bytes=extent.length,
+            storage_data=_StorageInfo(name, extent.offset, extent.length),
+            record=record if position == len(pairs) - 1 else None,
         )
-    return results
+        for position, ((item, _), extent) in enumerate(zip(pairs, extents, strict=True))
+    ]
 
 
 def as_error(rank: int, error: BaseException) -> Exception:
     """What a failed write reports."""
-    from vime_optim.errors import WriterError
-
     return WriterError(
         f"writing the checkpoint failed: {type(error).__name__}: {error}",
         where=str(getattr(error, "filename", None) or "") or None,

@@ -5,11 +5,13 @@ Stored entries, data aligned to 64 bytes, zip64 where sizes need it.
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 import struct
 import zlib
 from collections import OrderedDict
+from math import prod
 from typing import Any
 
 import torch
@@ -24,14 +26,16 @@ _ZIP64_LIMIT = 0xFFFFFFFF
 _SEE_ZIP64 = 0xFFFFFFFF  # in a 32-bit field: the value is in the zip64 record
 
 
-def storage_type(tensor: torch.Tensor) -> Any:
-    """torch's legacy storage class of a plain strided tensor, None for anything special."""
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, LazyValue)
-    if not plain or tensor.layout is not torch.strided or tensor.is_quantized:
-        return None
-    if tensor.is_conj() or tensor.is_neg():
-        return None
-    name = torch.storage._dtype_to_storage_type_map().get(tensor.dtype)
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether torch stores a tensor as its elements and one of its legacy storage classes."""
+    known = type(tensor) in (torch.Tensor, torch.nn.Parameter, LazyValue)
+    if not known or tensor.layout is not torch.strided or tensor.is_quantized:
+        return False
+    return not tensor.is_conj() and not tensor.is_neg() and _storage_type(tensor.dtype) is not None
+
+
+def _storage_type(dtype: torch.dtype) -> Any:
+    name = torch.storage._dtype_to_storage_type_map().get(dtype)
     return getattr(torch, name, None) if name is not None else None
 
 
@@ -53,20 +57,20 @@ class _TensorRecipe:
 
 
 class _TensorPickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, storage_type: Any, numel: int) -> None:
+    def __init__(self, file: io.BytesIO, dtype: torch.dtype, numel: int) -> None:
         super().__init__(file, protocol=2)  # the protocol torch.load's safe unpickler reads
-        self._reference = ("storage", storage_type, "0", "cpu", numel)
+        self._reference = ("storage", _storage_type(dtype), "0", "cpu", numel)
 
     def persistent_id(self, obj: Any) -> Any:
         return self._reference if isinstance(obj, _StorageToken) else None
 
 
-def archive_frame(tensor: torch.Tensor, storage_type: Any) -> tuple[bytes, bytes]:
-    """The archive's bytes before and after the tensor's data."""
-    nbytes = tensor.numel() * tensor.element_size()
+@functools.lru_cache(maxsize=1 << 16)  # pickling takes 0.1 ms
+def archive_frame(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, bytes]:
+    """The bytes of a plain tensor's archive before and after its data."""
+    nbytes = prod(shape) * dtype.itemsize
     recipe = io.BytesIO()
-    shape = tuple(int(size) for size in tensor.shape)
-    _TensorPickler(recipe, storage_type, tensor.numel()).dump(_TensorRecipe(shape, _StorageToken()))
+    _TensorPickler(recipe, dtype, prod(shape)).dump(_TensorRecipe(shape, _StorageToken()))
     head = bytearray()
     directory = bytearray()
     for name, content in (

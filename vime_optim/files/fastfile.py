@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import xxhash
 
-from vime_optim.files.archive import ALIGNMENT_BYTES, archive_frame, storage_type
+from vime_optim.files.archive import ALIGNMENT_BYTES, archive_frame, is_plain
 from vime_optim.files.lazy import LazyValue
 from vime_optim.files.window import WINDOW_BYTES, HostWindow
 
@@ -91,8 +91,10 @@ class DigestingFile:
     ) -> None:
         self._fd = create_new(path)
         self._parts: list[memoryview] = []  # written and not yet handed to the digester
+        self._parts_bytes = 0
         self._jobs: list[Future[None]] = []
         self._hash = xxhash.xxh3_64()  # of the chunk that is not full yet
+        self._hashed_bytes = 0
         self._digests = bytearray()
         self._digester = (
             ThreadPoolExecutor(1, thread_name_prefix="vime_optim digest") if beside else None
@@ -102,19 +104,16 @@ class DigestingFile:
 
     def write(self, data: Any) -> int:
         """Write all of a bytes-like object. Returns its number of bytes."""
-        view = memoryview(data).cast("B") if not isinstance(data, bytes) else memoryview(data)
-        done = 0
-        piece_bytes = min(_PIECE_BYTES, CHUNK_BYTES)
-        while done < len(view):
-            room = piece_bytes - self.position % piece_bytes
-            piece = view[done : done + room]
+        view = memoryview(data).cast("B")
+        for at in range(0, len(view), _PIECE_BYTES):
+            piece = view[at : at + _PIECE_BYTES]
             self._parts.append(piece)
-            if len(piece) == room:
-                self._digest(ends_chunk=(self.position + room) % CHUNK_BYTES == 0)
+            self._parts_bytes += len(piece)
+            if self._parts_bytes >= _PIECE_BYTES:
+                self._digest()
             _write_views(self._fd, [piece])
-            done += len(piece)
             self.position += len(piece)
-            if self._progress is not None and len(piece) == room:
+            if self._progress is not None:
                 self._progress()
         return len(view)
 
@@ -123,33 +122,33 @@ class DigestingFile:
         digest them. For a file with `beside=False`: few turns of the interpreter's lock."""
         for at in range(0, len(views), _MOST_VIEWS):
             _write_views(self._fd, list(views[at : at + _MOST_VIEWS]))
-        for view in views:
-            done = 0
-            while done < len(view):
-                room = CHUNK_BYTES - self.position % CHUNK_BYTES
-                piece = view[done : done + room]
-                self._digest_parts([piece], ends_chunk=len(piece) == room)
-                done += len(piece)
-                self.position += len(piece)
+        self._update(views)
+        self.position += sum(map(len, views))
 
-    def _digest(self, *, ends_chunk: bool) -> None:
-        parts, self._parts = self._parts, []
+    def _digest(self) -> None:
+        parts, self._parts, self._parts_bytes = self._parts, [], 0
         if self._digester is None:
-            self._digest_parts(parts, ends_chunk)
-            return
-        self._jobs.append(self._digester.submit(self._digest_parts, parts, ends_chunk))
+            self._update(parts)
+        elif parts:
+            self._jobs.append(self._digester.submit(self._update, parts))
 
-    def _digest_parts(self, parts: Sequence[memoryview], ends_chunk: bool) -> None:
+    def _update(self, parts: Sequence[memoryview]) -> None:
         for part in parts:
-            self._hash.update(part)
-        if ends_chunk:
-            self._digests += self._hash.digest()  # 8 bytes, big-endian
-            self._hash = xxhash.xxh3_64()
+            while part:
+                piece = part[: CHUNK_BYTES - self._hashed_bytes]
+                self._hash.update(piece)
+                self._hashed_bytes += len(piece)
+                if self._hashed_bytes == CHUNK_BYTES:
+                    self._end_chunk()
+                part = part[len(piece) :]
+
+    def _end_chunk(self) -> None:
+        self._digests += self._hash.digest()  # 8 bytes, big-endian
+        self._hash, self._hashed_bytes = xxhash.xxh3_64(), 0
 
     def settle(self) -> None:
         """Return when nothing that was handed to `write` is needed any more."""
-        if self._parts:
-            self._digest(ends_chunk=False)
+        self._digest()
         for job in self._jobs:
             job.result()
         self._jobs.clear()
@@ -158,10 +157,11 @@ class DigestingFile:
         """Write the trailer, bring everything to stable storage and close."""
         stamp = secrets.token_bytes(STAMP_BYTES)
         self.write(_TRAILER_MAGIC + stamp)
-        if self.position % CHUNK_BYTES:
-            self._digest(ends_chunk=True)
+        self._digest()
         os.fsync(self._fd)
         self.settle()
+        if self._hashed_bytes:
+            self._end_chunk()
         self.close()
         return FileRecord(name, self.position, stamp.hex(), bytes(self._digests))
 
@@ -256,7 +256,7 @@ def write_file(
         name: the file's name in the checkpoint directory.
         items: in file order. Tensors: any shape, dtype and device; views are written as they are,
             without the storage behind them, and device tensors a piece at a time.
-        progress: called after every chunk; may raise to stop the write.
+        progress: called after each call of the kernel; may raise to stop the write.
 
     Returns:
         The extent of each item, and the file's record.
@@ -281,10 +281,6 @@ def write_file(
         return extents, file.finish(name)
 
 
-_MOST_FRAMES = 1 << 16
-_frames: dict[Any, tuple[bytes, bytes]] = {}  # by shape and dtype: pickling takes 0.1 ms each
-
-
 def parts_of(data: io.BytesIO | torch.Tensor, position: int) -> list[Any]:
     """What an item is in its file: padding to the next 64 bytes, and then its bytes, in order, with
     the tensor standing for its elements.
@@ -301,15 +297,9 @@ def parts_of(data: io.BytesIO | torch.Tensor, position: int) -> list[Any]:
         return [padding, data.getbuffer()]
     if data.device.type == "meta":
         raise ValueError(f"a tensor of the meta device has nothing to write: {tuple(data.shape)}")
-    kind = storage_type(data)
-    if kind is None:
+    if not is_plain(data):
         return [padding, _saved_by_torch(data)]
-    key = (tuple(data.shape), data.dtype)
-    if key not in _frames:
-        if len(_frames) >= _MOST_FRAMES:
-            _frames.clear()
-        _frames[key] = archive_frame(data, kind)
-    head, tail = _frames[key]
+    head, tail = archive_frame(tuple(map(int, data.shape)), data.dtype)
     return [padding, head, data, tail]
 
 

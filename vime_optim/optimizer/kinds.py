@@ -97,6 +97,16 @@ def sub_optimizers(inner: Any) -> list[Any]:
     return list(inner.sub_optimizers) if is_hybrid(inner) else [inner]
 
 
+def members(optimizer: Any) -> Iterator[Any]:
+    """The optimizers that hold states: a chain may be a member of another one (layer-wise Muon)."""
+    chained = getattr(optimizer, "chained_optimizers", None)
+    if chained is None:
+        yield optimizer
+    else:
+        for member in chained:
+            yield from members(member)
+
+
 def is_stub(dist_opt: Any) -> bool:
     """True for an optimizer of nothing trainable, which has no inner optimizer."""
     return bool(getattr(dist_opt, "is_stub_optimizer", False))

@@ -12,12 +12,9 @@ import torch
 
 from vime_optim.optimizer.kinds import counts_steps, owned_params, sub_optimizers
 from vime_optim.optimizer.record import record_of
-from vime_optim.optimizer.slots import RemainderSlot, Slot, master_slot
+from vime_optim.optimizer.slots import RemainderSlot, Slot, blocks, master_slot
 from vime_optim.optimizer.steps import has_stepped
-from vime_optim.optimizer.stock_state import ordered
-
-_BLOCK_NUMEL = 1 << 24
-"""Compared at a time; integers of four and eight bytes are made of each."""
+from vime_optim.optimizer.stock_state import gaps
 
 
 def is_trained(inner: Any) -> bool:
@@ -32,17 +29,11 @@ def is_rounded_to(master: torch.Tensor, param: torch.Tensor) -> bool:
 
     Both 1-D, of one size, on any device. A single element that is not makes it False.
     """
-    pairs = zip(
-        torch.split(master.detach(), _BLOCK_NUMEL),
-        torch.split(param.detach(), _BLOCK_NUMEL),
-        strict=True,
-    )
-    return all(_is_block_rounded_to(block, held.to(block.device)) for block, held in pairs)
+    return all(_are_roundings(gap, block, param.dtype) for block, gap in gaps(master, param))
 
 
-def _is_block_rounded_to(master: torch.Tensor, param: torch.Tensor) -> bool:
-    gap = (ordered(master.to(param.dtype)) - ordered(param)).abs()
-    if param.dtype != torch.bfloat16 or not bool(gap.any()):
+def _are_roundings(gap: torch.Tensor, master: torch.Tensor, dtype: torch.dtype) -> bool:
+    if dtype != torch.bfloat16:
         return not bool(gap.any())
     tie = (master.contiguous().view(torch.int32) & 0xFFFF) == 0x8000
     return bool(((gap == 0) | ((gap == 1) & tie)).all())
@@ -73,7 +64,7 @@ def note_restored(dist_opt: Any) -> None:
 def _fingerprint(param: torch.Tensor) -> tuple[int, int]:
     """Two sums over the bits of a 16-bit parameter, 1-D; the second one knows their order."""
     plain = weighted = 0
-    for block in torch.split(param.detach().contiguous().view(torch.int16), _BLOCK_NUMEL):
+    for block in blocks(param.detach().contiguous().view(torch.int16)):
         bits = block.to(torch.int64)
         plain += int(bits.sum())
         weights = torch.arange(bits.numel(), device=bits.device).remainder_(8191).add_(1)

@@ -8,7 +8,7 @@ coded slot (scaled float16 or float8, or the 16 low bits of a master parameter) 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -146,9 +146,9 @@ def master_of(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
 _BLOCK_NUMEL = 1 << 24
 
 
-def _blocks(numel: int) -> Iterator[slice]:
-    """Slices of a flat tensor, small enough that temporaries of their size do not matter."""
-    return (slice(at, at + _BLOCK_NUMEL) for at in range(0, numel, _BLOCK_NUMEL))
+def blocks(flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Views of a 1-D tensor, small enough that temporaries of their size do not matter."""
+    return torch.split(flat, _BLOCK_NUMEL)
 
 
 class RemainderSlot(Slot):
@@ -185,24 +185,25 @@ class RemainderSlot(Slot):
         if value.dtype == torch.int16:
             self.tensor.detach().copy_(value)
             return False
-        moved = [self._write_block(value, block) for block in _blocks(self.numel)]
-        return any(moved)
+        params = self.param.detach().view(torch.int16)
+        parts = map(blocks, (value.detach(), params, self.tensor.detach()))
+        return any([_write_block(*part) for part in zip(*parts, strict=True)])
 
-    def _write_block(self, value: torch.Tensor, block: slice) -> bool:
-        bits = value.detach()[block].to(device=self.tensor.device, dtype=torch.float32)
-        bits = bits.contiguous().view(torch.int32)
-        remainder = bits.to(torch.int16)  # keeps the low 16 bits
-        wanted = ((bits >> 16) + (remainder < 0).to(torch.int32)).to(torch.int16)
-        stored = self.param.detach().view(torch.int16)[block]
-        between = (remainder == -0x8000) & (wanted - stored == 1)
-        remainder.masked_fill_(between, 0x7FFF)
-        wanted = torch.where(between, stored, wanted)
-        self.tensor.detach()[block].copy_(remainder)
-        moved = not torch.equal(stored, wanted)
-        if moved:
-            # Not the parameters that belong to these masters: the masters decide.
-            stored.copy_(wanted)
-        return moved
+
+def _write_block(value: torch.Tensor, stored: torch.Tensor, coded: torch.Tensor) -> bool:
+    """RemainderSlot.write_and_compare of a block: masters, bits of parameters, remainders."""
+    bits = value.to(device=coded.device, dtype=torch.float32).contiguous().view(torch.int32)
+    remainder = bits.to(torch.int16)  # keeps the low 16 bits
+    wanted = ((bits >> 16) + (remainder < 0).to(torch.int32)).to(torch.int16)
+    between = (remainder == -0x8000) & (wanted - stored == 1)
+    remainder.masked_fill_(between, 0x7FFF)
+    wanted = torch.where(between, stored, wanted)
+    coded.copy_(remainder)
+    moved = not torch.equal(stored, wanted)
+    if moved:
+        # Not the parameters that belong to these masters: the masters decide.
+        stored.copy_(wanted)
+    return moved
 
 
 def _neighbours(scale: float) -> list[float]:

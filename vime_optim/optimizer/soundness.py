@@ -13,6 +13,7 @@ from vime_optim.optimizer.kinds import (
     STATE_MASTER,
     has_buffers,
     is_hybrid,
+    members,
     owned_params,
     param_name,
     sub_optimizers,
@@ -51,8 +52,7 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def _distributed(optimizer: Any) -> list[Any]:
-    parts = getattr(optimizer, "chained_optimizers", None)
-    found = list(parts) if parts is not None else [optimizer]
+    found = list(members(optimizer))
     for part in found:
         if not hasattr(part, "optimizer"):
             raise OptimizerStateError(

@@ -25,12 +25,9 @@ from vime_optim.optimizer.kinds import (
     stock_group_map,
 )
 from vime_optim.optimizer.record import record_of
-from vime_optim.optimizer.slots import RemainderSlot, Slot, master_of, master_slot, slots_of
+from vime_optim.optimizer.slots import RemainderSlot, Slot, blocks, master_of, master_slot, slots_of
 
 _BUCKET_ALIGN_NUMEL = 128
-_BLOCK_NUMEL = 1 << 24
-"""Compared at a time; integers of four bytes are made of each."""
-
 MARK = "vime_optim_states_by_name"
 Fit = Literal["fits", "differs", "remainder"]
 
@@ -70,19 +67,18 @@ def _remainders(value: torch.Tensor) -> torch.Tensor | None:
 
 def rounds_to(master: torch.Tensor, param: torch.Tensor) -> bool:
     """Whether float32 masters round to 16-bit parameters; ties may have gone either way."""
-    pairs = zip(
-        torch.split(master.detach(), _BLOCK_NUMEL),
-        torch.split(param.detach(), _BLOCK_NUMEL),
-        strict=True,
-    )
-    for block, held in pairs:
-        gap = ordered(block.to(held.dtype)) - ordered(held.to(block.device))
-        if bool((gap.abs() > 1).any()):
-            return False
-    return True
+    return all(bool((gap <= 1).all()) for _, gap in gaps(master, param))
 
 
-def ordered(values: torch.Tensor) -> torch.Tensor:
+def gaps(master: torch.Tensor, param: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Blocks of float32 masters, and how many representable values lie between each element,
+    rounded, and its 16-bit parameter. Both 1-D, of one size, on any device."""
+    for block, held in zip(blocks(master.detach()), blocks(param.detach()), strict=True):
+        rounded = _ordered(block.to(held.dtype))
+        yield block, (rounded - _ordered(held.to(block.device))).abs()
+
+
+def _ordered(values: torch.Tensor) -> torch.Tensor:
     """16-bit floating values as integers that count representable values."""
     bits = values.contiguous().view(torch.int16).to(torch.int32)
     return torch.where(bits < 0, -(bits & 0x7FFF), bits)
