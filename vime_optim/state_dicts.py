@@ -17,6 +17,28 @@ PLAIN = (int, float, bool, str, bytes, type(None))
 """What a list may hold millions of, and no walk asks for."""
 
 
+class MadeDict(dict[Any, Any]):
+    """A state dict with attributes that say how it was made.
+
+    A copy, deep or not, has the same attributes, as they lead to the optimizer. Pickled it is a
+    plain dict, as Megatron's own is.
+    """
+
+    def __copy__(self) -> MadeDict:
+        return self._with(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MadeDict:
+        return self._with({key: copy.deepcopy(value, memo) for key, value in self.items()})
+
+    def _with(self, items: dict[Any, Any]) -> MadeDict:
+        made = type(self)(items)
+        vars(made).update(vars(self))
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
 def walk(state: Any, leaves: type | tuple[type, ...] = ()) -> Iterator[tuple[Path, Any]]:
     """Every value with its path, a container before what it holds; not the numbers and texts in
     containers, of which lists may hold millions.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.cases import Case
+from tests.phases import Phases
 from vime_optim.errors import CheckpointError
 from vime_optim.files.stand_ins import inert_class
 from vime_optim.fixes.common_state import mend_common_state
@@ -54,3 +56,15 @@ def test_the_highest_recorded_step_is_the_truth() -> None:
     assert saved_step([{"step": 0}, {"lr": 1.0}, {"step": 3}, {"step": None}, {"step": 2}]) == 3
     assert saved_step([{"lr": 1.0}, {"step": None}]) is None
     assert saved_step([]) is None
+
+
+@pytest.mark.parametrize("release", ["0.16.1", pytest.param("0.19.2", marks=pytest.mark.matrix)])
+def test_a_load_leaves_allowed_what_was_allowed(release: str, phases: Phases) -> None:
+    """The second load of a process found Megatron's own classes refused: the reading of objects
+    had taken them from torch's list."""
+    case = Case.parse(f"{release},hybrid,dp=1")
+    phases.run("tests.fixes.again_job:save_arguments", case)
+    (rank,) = phases.run("tests.fixes.again_job:load_twice", case, loading=True)
+    assert rank["found"] == [0.5, 0.5]
+    assert rank["had"] > 10
+    assert rank["lost"] == []

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from tests.cases import Case
+from tests.phases import Phases
 from vime_optim.commit import loading
 from vime_optim.errors import OptimizerStateError
 from vime_optim.fixes import half_loaded
@@ -73,3 +75,25 @@ def test_a_load_that_read_nothing_leaves_the_optimizer_whole() -> None:
     load(one, begins=True, fails=False)
     with pytest.raises(OptimizerStateError, match="cannot be stepped"):
         STEP(one)  # its result was thrown away
+
+
+def test_a_stage_that_leaves_its_optimizer_out_starts_anew(phases: Phases) -> None:
+    """As on stock, and also where a template was asked for, which fills stock's with garbage."""
+    case = Case.parse("0.16.1,fused,nopao,dp=1,pp=2,dp_reshardable")
+    phases.run("vime_optim.verify.job:save", case)
+    for name, install, asked in (
+        ("stock", False, False),
+        ("left out", True, False),
+        ("asked and left out", True, True),
+    ):
+        phases.run(
+            "tests.fixes.left_out_job:resume",
+            case.replace(install=install),
+            loading=True,
+            asked=asked,
+            name=name,
+        )
+    for name in ("left out", "asked and left out"):
+        found = phases.differences("stock", name)
+        # One stage goes on at step 3 and the other starts: layers of one name are at two steps.
+        assert [each for each in found if "replicas disagree" not in each] == []

@@ -6,7 +6,7 @@
 FOLDER holds `tests/unit_tests` of the tree's release; MODULE is a path below it, such as
 `dist_checkpointing/test_optimizer.py`. Every module runs in a launch of its own, twice; with
 `--together` all share one launch, which saves imports. Exit status 1: a test passed on stock and
-did not with install().
+did not with install(), or none passed on stock.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ def main() -> int:
     parser.add_argument("--beside", type=int, default=1, help="launches at the same time")
     parser.add_argument("--together", action="store_true", help="all modules in one launch")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds a launch may take")
+    parser.add_argument("--test-timeout", type=int, default=120, help="seconds a test may take")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     groups = [options.modules] if options.together else [[m] for m in options.modules]
@@ -60,7 +61,14 @@ def main() -> int:
             print(f"  not reached with install(): {name}")
     if options.json:
         options.json.write_text(json.dumps(report, indent=1))
-    return int(any(entry["newly_red"] for entry in report.values()))
+        if not report[module]["counts"].get("stock passed"):
+            print("  nothing passed on stock: nothing was compared")
+    return int(
+        any(
+            entry["newly_red"] or entry["not_reached"] or not entry["counts"].get("stock passed")
+            for entry in report.values()
+        )
+    )
 
 
 def run(options: argparse.Namespace, modules: list[str], install: bool) -> Outcomes:
@@ -88,7 +96,8 @@ def run(options: argparse.Namespace, modules: list[str], install: bool) -> Outco
     if options.device == "sim":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, "-m", "pytest", "-p", "plugin", "-c", "/dev/null", "-q"]
-    command += [f"--rootdir={options.tests.absolute()}", "-p", "no:cacheprovider", "--timeout=120"]
+    command += [f"--rootdir={options.tests.absolute()}", "-p", "no:cacheprovider"]
+    command += [f"--timeout={options.test_timeout}", "--continue-on-collection-errors"]
     folder = options.tests.absolute() / "tests" / "unit_tests"
     command += [str(folder / module) for module in modules]
     command += ["-k", options.select] if options.select else []
@@ -106,15 +115,19 @@ def run(options: argparse.Namespace, modules: list[str], install: bool) -> Outco
                     start_new_session=True,
                 )
             )
-    _wait(processes, time.monotonic() + options.timeout)
+    if not _wait(processes, time.monotonic() + options.timeout):
+        print(f"  ended after {options.timeout:g} s, {out} has its logs: {modules}", flush=True)
     return _worst([_read(out / f"rank{rank}.json") for rank in range(options.ranks)])
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], deadline: float) -> None:
+def _wait(processes: list[subprocess.Popen[bytes]], deadline: float) -> bool:
+    """Whether all ended by themselves."""
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
         time.sleep(0.2)
+    have_ended = all(process.poll() is not None for process in processes)
     for process in processes:
         kill_session(process)
+    return have_ended
 
 
 def _read(path: Path) -> Outcomes:

@@ -45,6 +45,7 @@ FIX = Fix(
 @FIX.wraps(SERIALIZATION, "load_common_state_dict", takes("checkpoint_dir"))
 def _load_common(original: Any, hit: Hit, *args: Any, **kwargs: Any) -> Any:
     from vime_optim.commit import load_check
+    from vime_optim.files.objects import also_allowed
 
     hit()
     if getattr(_thread, "reading", False):  # one of the functions here calls another
@@ -53,7 +54,7 @@ def _load_common(original: Any, hit: Hit, *args: Any, **kwargs: Any) -> Any:
     directory = kwargs.get("checkpoint_dir", args[-1] if args else "")
     stand_ins = _stand_ins(os.path.join(str(directory), "common.pt"))
     with (
-        torch.serialization.safe_globals(stand_ins),
+        also_allowed(stand_ins),
         _read_under_weights_only(),
         load_check.errors_of_ours(str(directory)),
     ):

@@ -28,7 +28,7 @@ from vime_optim.log import logger
 from vime_optim.optimizer.record import record_of
 from vime_optim.probe import bind
 from vime_optim.registry import Call, Fix, Hit, takes
-from vime_optim.state_dicts import Path, copied, replaced, walk
+from vime_optim.state_dicts import MadeDict, Path, copied, replaced, walk
 
 TYPE_KEY = "distrib_optim_sharding_type"
 RECORD_KEY = "param_state_sharding_type"
@@ -54,7 +54,7 @@ FIX = Fix(
 )
 
 
-class ShardedOptimizerState(dict[Any, Any]):
+class ShardedOptimizerState(MadeDict):
     """What sharded_state_dict() gave, able to be built anew, for another type or for loading.
 
     Attributes:

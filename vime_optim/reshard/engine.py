@@ -23,12 +23,12 @@ from vime_optim.reshard.coded import CodedShard
 from vime_optim.reshard.keys import KeyInfo, digest_of
 from vime_optim.reshard.layout import ParamLayout, param_layouts
 from vime_optim.reshard.plan import Piece, RankPlan, check_local, pieces_of_range
-from vime_optim.state_dicts import walk
+from vime_optim.state_dicts import MadeDict, walk
 
 PREFIX = "optimizer.state"
 
 
-class ParamState(dict[int, Any]):
+class ParamState(MadeDict):
     """The optimizer's tensors for one save or load, as Megatron takes them, and how they were made.
 
     Attributes:
@@ -43,6 +43,13 @@ class ParamState(dict[int, Any]):
     is_loading: bool
     dist_opt: Any
     destinations: dict[tuple[int, str], Destination]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MadeDict:
+        """What a template's tensors are is where they belong: a copy has the same."""
+        if self.is_loading:
+            views = [view for each in self.destinations.values() for view in each.views.values()]
+            memo.update((id(view), view) for view in views)
+        return super().__deepcopy__(memo)
 
     @property
     def group(self) -> Any:
