@@ -1,4 +1,4 @@
-"""The last pipeline stage leaves its optimizer out of what is loaded, as where it is to start anew."""
+"""The last pipeline stage leaves its optimizer out of a load, as where it is to start anew."""
 
 from __future__ import annotations
 
