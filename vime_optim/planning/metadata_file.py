@@ -11,7 +11,6 @@ import copy
 import pickle
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,6 @@ from vime_optim.files.plain import write_whole
 from vime_optim.planning.records import Column, Writer, get
 from vime_optim.planning.results import Results
 from vime_optim.planning.save_plans import LazyChunks
-
-_PROTO = b"\x80\x02"
 
 
 def write_metadata(
@@ -84,58 +81,76 @@ def metadata_bytes(metadata: Metadata, results: Sequence[Results]) -> bytes | No
     torch's classes are pickled in a way that is not understood."""
     try:
         return b"".join(_parts(metadata, results))
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, AttributeError):
         return None
 
 
 def _parts(metadata: Metadata, results: Sequence[Results]) -> Iterator[bytes]:
-    writer = Writer()
-    entries = metadata.state_dict_metadata
-    keys, files = list(entries), list({file: None for each in results for file in each.files})
-    tensors = {k: v for k, v in entries.items() if isinstance(v, TensorStorageMetadata)}
-    others = [value for value in entries.values() if not isinstance(value, TensorStorageMetadata)]
-    kinds = {id(value.properties): value.properties for value in tensors.values()}
-    # Objects of each form, so that their classes and attributes have been named.
-    size = torch.Size((1, 1, 1, 1, 1))
-    like = [ChunkStorageMetadata(size, size), MetadataIndex("", size, 1), _StorageInfo("", 1, 1)]
-    if kinds:
-        like.append(TensorStorageMetadata(next(iter(kinds.values())), size, []))
-    sizes = {id(value): value.size for value in tensors.values()}
-    whole, gaps = copy.copy(metadata), [BytesStorageMetadata(), BytesStorageMetadata()]  # any two
-    whole.state_dict_metadata, whole.storage_data = gaps  # type: ignore[assignment]
-    first, of_kind = writer.say([*kinds.values(), *like, *gaps])
-    said, numbers = writer.say([*keys, *files, *sizes.values(), *others])
-    number_of = dict(zip([*keys, *files, *sizes], numbers.tolist(), strict=False))
-    number_of.update(zip(kinds, of_kind.tolist(), strict=False))
-    parts = _Parts(writer, number_of)
-    head, middle, end = writer.frame(whole, gaps)
-    at_other = len(keys) + len(files) + len(sizes)
-    yield from (_PROTO, first, said, head, b"}(")
-    yield from parts.tensors(tensors)
-    for key, number in zip(
-        (key for key in keys if key not in tensors), numbers[at_other:].tolist(), strict=False
-    ):
-        yield get(number_of[key]) + get(number)
-    yield from (b"u", middle, b"}")
-    yield from parts.places(results)
-    yield from (end, pickle.STOP)
+    # The other attributes may be large (the plans of all ranks): they are not looked through.
+    others = dict(vars(metadata))
+    entries = others.pop("state_dict_metadata")
+    del others["storage_data"]
+    writer = Writer(list(others.values()))
+    size = torch.Size((1, 1))
+    chunk, place = ChunkStorageMetadata(size, size), MetadataIndex("", size, 1)
+    writer.know([chunk, place, _StorageInfo("", 1, 1)])
+    parts = _Parts(writer)
+    held = dict(zip(others, writer.of_others, strict=True))
+    held["state_dict_metadata"] = b"".join(parts.entries(entries))
+    held["storage_data"] = b"".join(parts.places(results))
+    whole, names = copy.copy(metadata), list(vars(metadata))
+
+    def make(samples: Sequence[Any]) -> Metadata:
+        vars(whole).update(zip(names, samples, strict=True))
+        return whole
+
+    head, *behind = writer.around(make, len(names))
+    yield from (writer.said(), head)
+    for name, after in zip(names, behind, strict=True):
+        yield from (held[name], after)
+    yield pickle.STOP
 
 
-@dataclass
 class _Parts:
-    writer: Writer
-    number_of: dict[Any, int]
+    """The parts of the pickle of one save's metadata."""
 
-    def tensors(self, tensors: dict[str, Any]) -> Iterator[bytes]:
+    def __init__(self, writer: Writer) -> None:
+        self.writer = writer
+        self._numbers: dict[Any, int] = {}
+
+    def _number(self, value: Any) -> int:
+        """Of what many parts refer to: a name, a size, or the properties of tensors."""
+        known = value if isinstance(value, (str, torch.Size)) else id(value)
+        if known not in self._numbers:
+            self._numbers[known] = self.writer.number(value)
+        return self._numbers[known]
+
+    def _column(self, columns: Iterable[tuple[Sequence[str], Ints]]) -> Ints:
+        """A column of all ranks, which numbers their own names, as numbers of the memo."""
+        numbers = [
+            np.array([self._number(name) for name in names], dtype=np.int64)[column]
+            for names, column in columns
+        ]
+        return np.concatenate(numbers)
+
+    def entries(self, entries: dict[str, Any]) -> Iterator[bytes]:
+        """The dict of what each key is."""
         begin, before_size, before_chunks, end = self.writer.around(
             lambda values: TensorStorageMetadata(*values), 3
         )
-        chunks = self._chunks([value.chunks for value in tensors.values()])
-        for (key, value), rows in zip(tensors.items(), chunks, strict=True):
-            yield get(self.number_of[key]) + begin
-            yield get(self.number_of[id(value.properties)]) + before_size
-            yield get(self.number_of[id(value)]) + before_chunks + b"]("
-            yield rows + b"e" + end
+        (an_object,) = self.writer.around(lambda _: BytesStorageMetadata(), 0)
+        tensors: list[Any] = [v for v in entries.values() if isinstance(v, TensorStorageMetadata)]
+        chunks = self._chunks([value.chunks for value in tensors])
+        yield b"}("
+        for key, value in entries.items():
+            yield get(self._number(key))
+            if isinstance(value, TensorStorageMetadata):
+                yield begin + get(self._number(value.properties))
+                yield before_size + get(self._number(value.size))
+                yield before_chunks + b"](" + next(chunks) + b"e" + end
+            else:
+                yield an_object
+        yield b"u"
 
     def _chunks(self, chunks: Sequence[LazyChunks]) -> Iterator[bytes]:
         """The chunks of each tensor; those of equally many axes have one form."""
@@ -151,60 +166,47 @@ class _Parts:
         among = [each for each in chunks if each.lo.shape[1] == axes]
         lo = np.concatenate([each.lo for each in among])
         size = np.concatenate([each.size for each in among])
-        return self.writer.form(
+        return self.writer.rows(
             lambda v: ChunkStorageMetadata(torch.Size(v[:axes]), torch.Size(v[axes:])),
             [Column(column) for column in (*lo.T, *size.T)],
             len(lo),
-        ).of_all()
+        )
 
     def places(self, results: Sequence[Results]) -> Iterator[bytes]:
-        """Key and place of every item, all of one form together."""
+        """The dict of each item's place, all items of one form together."""
+        yield b"}"
         if not results:
             return
         _, hints, _, start, length, axes_of, _ = (
             np.concatenate(column)
             for column in zip(*(each.columns for each in results), strict=True)
         )
-        key_of = self._numbers((each.keys, each.columns[0]) for each in results)
-        file_of = self._numbers((each.files, each.columns[2]) for each in results)
+        key_of = self._column((each.keys, each.columns[0]) for each in results)
+        file_of = self._column((each.files, each.columns[2]) for each in results)
         for axes in sorted(set(axes_of.tolist())):
             lo = None if axes < 0 else np.concatenate([r.lo[axes] for r in results if axes in r.lo])
             for hinted in (False, True):
                 among = axes_of == axes
                 at = np.flatnonzero(among & ((hints >= 0) == hinted))
-                if not len(at):
-                    continue
-                offset = () if lo is None else lo[(hints[among] >= 0) == hinted].T
-                yield b"(" + self._form(
-                    key_of[at], None if lo is None else offset, hints[at] if hinted else None,
-                    file_of[at], start[at], length[at],
-                ) + b"u"  # fmt: skip
+                if len(at):
+                    offset = None if lo is None else lo[(hints[among] >= 0) == hinted].T
+                    index = self._index(key_of[at], offset, hints[at] if hinted else None)
+                    columns = [
+                        Column(file_of[at], said=True),
+                        Column(start[at]),
+                        Column(length[at]),
+                    ]
+                    info = self.writer.rows(lambda v: _StorageInfo(*v), columns, len(at))
+                    yield b"(" + bytes(np.concatenate((index, info), axis=1)) + b"u"
 
-    def _form(
-        self, key: Ints, offset: Any, hint: Ints | None, file: Ints, start: Ints, length: Ints
-    ) -> bytes:
+    def _index(self, key: Ints, offset: Any, hint: Ints | None) -> Any:
         axes = 0 if offset is None else len(offset)
         columns = [Column(key, said=True), *map(Column, () if offset is None else offset)]
         if hint is not None:
             columns.append(Column(hint))
 
-        def make_index(v: Sequence[Any]) -> MetadataIndex:
+        def make(v: Sequence[Any]) -> MetadataIndex:
             place = None if offset is None else torch.Size(v[1 : 1 + axes])
             return MetadataIndex(v[0], place, None if hint is None else v[1 + axes])
 
-        index = self.writer.form(make_index, columns, len(key)).of_all()
-        info = self.writer.form(
-            lambda v: _StorageInfo(*v),
-            [Column(file, said=True), Column(start), Column(length)],
-            len(key),
-        ).of_all()
-        return bytes(np.concatenate((index, info), axis=1))
-
-    def _numbers(self, columns: Iterable[tuple[Sequence[str], Ints]]) -> Ints:
-        """A column of all ranks, which numbers names, as numbers of the memo."""
-        return np.concatenate(
-            [
-                np.array([self.number_of[name] for name in names], dtype=np.int64)[column]
-                for names, column in columns
-            ]
-        )
+        return self.writer.rows(make, columns, len(key))

@@ -11,7 +11,7 @@ import io
 import itertools
 import pickle
 import pickletools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,121 +21,121 @@ from vime_optim.files.cover import Ints
 _PROTOCOL = 2  # without frames, so that pickles can be put together
 _MOST_INT = (1 << 31) - 1
 
+Make = Callable[[Sequence[Any]], Any]
+"""Builds an object from one value of each column, or for each gap."""
+
 
 class Writer:
-    """One pickle, made of parts that refer to what was said before.
+    """One pickle, made of parts. Names, classes and what else many of them refer to is said once,
+    before all parts, and has a number in the memo of whoever reads the pickle.
 
-    The memo of a pickle numbers the objects in it. What many parts refer to is said first, once;
-    then comes the frame, and what goes into its gaps refers to what was said alone.
+    Args:
+        others: objects of any kind and size, to be said first.
+
+    Attributes:
+        of_others: for each of them, opcodes that put it on the stack of the unpickler.
     """
 
-    def __init__(self) -> None:
-        self._buffer = io.BytesIO()
-        self._pickler = pickle.Pickler(self._buffer, _PROTOCOL)
-        self._kept: list[Any] = []  # the memo goes by address
-        self._first: dict[int, tuple[int, Any]] = {}
-        """The memo after the first `say`."""
+    def __init__(self, others: Sequence[Any] = ()) -> None:
+        buffer = io.BytesIO()
+        pickler = pickle.Pickler(buffer, _PROTOCOL)
+        pickler.dump(list(others))
+        memo = pickler.memo.copy()
+        self._first = buffer.getvalue()[:-1] + pickle.POP  # without STOP
+        self.of_others = [get(memo[id(o)][0]) if id(o) in memo else plain(o) for o in others]
+        self._taken = len(memo)
+        self._numbers: dict[bytes, int] = {}
 
-    def say(self, values: Sequence[Any]) -> tuple[bytes, Ints]:
-        """Objects that later parts refer to. What `make` of a form uses (classes, names of
-        attributes) is in those of the first call, few: its memo is copied for each form.
+    def number(self, value: Any) -> int:
+        """The number of an object that parts refer to; equal pickles are one object."""
+        return self._number_of(plain(value))
 
-        Returns:
-            The part of the pickle, and each one's number in the memo.
-        """
-        data = self._pickle(list(values)) + pickle.POP
-        memo = dict(self._pickler.memo.copy())
-        self._first = self._first or memo
-        return data, np.array([memo[id(value)][0] for value in values], dtype=np.int64)
+    def _number_of(self, code: bytes) -> int:
+        return self._numbers.setdefault(code, self._taken + len(self._numbers))
 
-    def frame(self, value: Any, gaps: Sequence[Any]) -> list[bytes]:
-        """The pickle of a value without some objects in it, which were said first: the bytes
-        before, between and behind them. To be asked for before any form.
+    def know(self, like: Sequence[Any]) -> None:
+        """Number what the pickles of such objects name, before all else: low numbers are short."""
+        for each in like:
+            list(self._forms(each, ()))
 
-        Its other attributes may be large (the plans of all ranks): they are not looked through."""
-        others = [held for held in vars(value).values() if not any(held is gap for gap in gaps)]
-        said = self._pickle(others) + pickle.POP
-        head, *behind = _cut(_opcodes(self._pickle(value)), [self._first[id(g)][0] for g in gaps])
-        return [said + head, *behind]
+    def said(self) -> bytes:
+        """The first part: what all others refer to. To be asked for when they have been made."""
+        return self._first + b"".join(
+            code + pickle.LONG_BINPUT + number.to_bytes(4, "little") + pickle.POP
+            for code, number in self._numbers.items()
+        )
 
-    def around(self, make: Callable[[Sequence[Any]], Any], gaps: int) -> list[bytes]:
-        """As `frame`, of what `make` builds from so many values, for what comes many times."""
-        samples = [_said(number) for number in range(gaps)]
-        bare = self._bare(self._with(make, samples), samples)
-        return _cut(bare, [sample.number for sample in samples])
+    def around(self, make: Make, gaps: int) -> list[bytes]:
+        """The pickle of an object without some values: the bytes before, between and after them."""
+        parts, next_gap = [b""], 0
+        samples = [_reference(gap) for gap in range(gaps)]
+        for code, gap in self._forms(make(samples), samples):
+            if gap is None:
+                parts[-1] += code
+                continue
+            if gap != next_gap:
+                raise ValueError("the pickle of a sample has its values in another order")
+            parts.append(b"")
+            next_gap += 1
+        if next_gap != gaps:
+            raise ValueError("a value is not found in the pickle of a sample")
+        return parts
 
-    def form(
-        self, make: Callable[[Sequence[Any]], Any], columns: Sequence[Column], count: int
-    ) -> Form:
-        """The form of the `count` objects that `make` builds from one value of each column."""
+    def rows(self, make: Make, columns: Sequence[Column], count: int) -> Any:
+        """The pickles of `count` objects of one form: uint8 [count, bytes of one]."""
+        sample, places = b"", []
         samples = [column.sample(number) for number, column in enumerate(columns)]
-        bare = self._bare(self._with(make, samples), samples)
-        return Form(bare, samples, columns, count)
+        for code, at in self._forms(make(samples), samples):
+            if at is not None:
+                places.append((len(sample) + (2 if code[:1] == pickle.LONG1 else 1), at))
+            sample += code
+        if {column for _, column in places} != set(range(len(columns))):
+            raise ValueError("a column is not found in the pickle of a sample")
+        rows = np.tile(np.frombuffer(sample, dtype=np.uint8), (count, 1))
+        for place, column in places:
+            value = columns[column].as_bytes()
+            rows[:, place : place + value.shape[1]] = value
+        return rows
 
-    def _bare(self, data: bytes, samples: Sequence[Any]) -> Iterator[_Opcode]:
-        """A part that may be repeated: it adds nothing to the memo."""
-        known = {sample.number for sample in samples if type(sample) is _Said}
-        for name, argument, code in _opcodes(data):
-            gets = name in ("BINGET", "LONG_BINGET")
-            if gets and argument >= len(self._first) and argument not in known:
-                raise ValueError(f"a part refers to what was not said, number {argument}")
-            if name not in ("BINPUT", "LONG_BINPUT"):
-                yield name, argument, code
+    def _forms(self, value: Any, samples: Sequence[Any]) -> Iterator[tuple[bytes, int | None]]:
+        """Opcodes of an object, each with the number of the sample that it is, if it is one."""
+        number_of = {sample: number for number, sample in enumerate(samples)}
+        for name, argument, code in _opcodes(plain(value)):
+            sample = number_of.get(argument)
+            if name == "GLOBAL" or (name == "BINUNICODE" and sample is None):
+                yield get(self._number_of(code)), None
+            else:
+                yield _long_get(0) if name == "BINUNICODE" else code, sample
 
-    def _with(self, make: Callable[[Sequence[Any]], Any], samples: Sequence[Any]) -> bytes:
-        said = {id(s): (s.number, s) for s in samples if type(s) is _Said}
-        self._pickler.memo = {**self._first, **said}
-        return self._pickle(make(samples))
 
-    def _pickle(self, value: Any) -> bytes:
-        """Bytes that leave `value` on the stack of the unpickler."""
-        self._kept.append(value)
-        self._buffer.seek(0)
-        self._buffer.truncate()
-        self._pickler.dump(value)
-        return self._buffer.getvalue()[2:-1]  # without PROTO and STOP
+def plain(value: Any) -> bytes:
+    """Opcodes that leave a value on the stack of the unpickler, and use no memo."""
+    buffer = io.BytesIO()
+    pickler = pickle.Pickler(buffer, _PROTOCOL)
+    pickler.fast = True
+    pickler.dump(value)
+    return buffer.getvalue()[2:-1]  # without PROTO and STOP
 
 
 def get(number: int) -> bytes:
     """Puts an object that was said on the stack of the unpickler."""
+    return pickle.BINGET + bytes((number,)) if number < 256 else _long_get(number)
+
+
+def _long_get(number: int) -> bytes:
     return pickle.LONG_BINGET + number.to_bytes(4, "little")
 
 
-_Opcode = tuple[str, Any, bytes]
-"""Name, argument, and the bytes of both."""
-
-
-def _opcodes(data: bytes) -> Iterator[_Opcode]:
+def _opcodes(data: bytes) -> Iterator[tuple[str, Any, bytes]]:
+    """Name, argument, and the bytes of both."""
     found = list(pickletools.genops(data + pickle.STOP))
     for (opcode, argument, begin), (_, _, end) in itertools.pairwise(found):
         yield opcode.name, argument, data[begin:end]
 
 
-def _cut(opcodes: Iterable[_Opcode], gaps: Sequence[int]) -> list[bytes]:
-    """The bytes around the objects of the memo that have these numbers."""
-    parts = [b""]
-    for name, argument, code in opcodes:
-        if name in ("BINGET", "LONG_BINGET") and argument in gaps:
-            if argument != gaps[len(parts) - 1]:
-                raise ValueError("the pickle of a sample has its values in another order")
-            parts.append(b"")
-        else:
-            parts[-1] += code
-    if len(parts) != len(gaps) + 1:
-        raise ValueError("a value is not found in the pickle of a sample")
-    return parts
-
-
-class _Said(str):
-    """Stands for an object of the memo in a sample."""
-
-    number: int
-
-
-def _said(number: int) -> _Said:
-    said = _Said()
-    said.number = 0x7E000000 + number
-    return said
+def _reference(number: int) -> str:
+    """Stands for an object of the memo in a sample, where nothing else is called so."""
+    return f"\0{number}"
 
 
 class Column:
@@ -153,45 +153,11 @@ class Column:
 
     def sample(self, number: int) -> Any:
         """A value that nothing else in a sample has."""
-        if self.wide:
-            return (0x7F3A5C1E << 32) + number
-        if not self.said:
-            return 0x7F3A5C1E + number
-        return _said(number)
+        if self.said:
+            return _reference(number)
+        return ((0x7F3A5C1E << 32) if self.wide else 0x7F3A5C1E) + number
 
     def as_bytes(self) -> Any:
         kind = np.dtype("<i8" if self.wide else "<i4")
         raw = np.ascontiguousarray(self.values, dtype=kind).view(np.uint8)
         return raw.reshape(-1, kind.itemsize)
-
-
-class Form:
-    """The bytes of one sample, and where in them each column's value stands."""
-
-    def __init__(
-        self,
-        sample: Iterable[_Opcode],
-        values: Sequence[Any],
-        columns: Sequence[Column],
-        count: int,
-    ) -> None:
-        self._columns, self._count = columns, count
-        wanted = {getattr(value, "number", value): at for at, value in enumerate(values)}
-        kept = b""
-        self._places: list[tuple[int, int]] = []
-        """(place, column), for each time that a column's value is in the sample."""
-        for name, argument, code in sample:
-            if name in ("BININT", "LONG1", "LONG_BINGET") and argument in wanted:
-                self._places.append((len(kept) + (2 if name == "LONG1" else 1), wanted[argument]))
-            kept += code
-        if {column for _, column in self._places} != set(range(len(columns))):
-            raise ValueError("a column is not found in the pickle of a sample")
-        self._sample = np.frombuffer(kept, dtype=np.uint8)
-
-    def of_all(self) -> Any:
-        """uint8 [objects, bytes of one]."""
-        rows = np.tile(self._sample, (self._count, 1))
-        for place, number in self._places:
-            value = self._columns[number].as_bytes()
-            rows[:, place : place + value.shape[1]] = value
-        return rows
