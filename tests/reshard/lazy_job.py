@@ -35,7 +35,7 @@ def _measure_build(seen: dict[str, int], ledger: Any) -> None:
     """Device memory that is allocated while param state is built, in bytes."""
     from vime_optim.reshard import engine
 
-    build, view = engine.build_param_state, engine._view
+    build, view = engine.build_param_state, engine.Destination.view
 
     def measured(*args: Any, **kwargs: Any) -> Any:
         before = ledger.current_bytes
@@ -49,4 +49,4 @@ def _measure_build(seen: dict[str, int], ledger: Any) -> None:
         return view(*args)
 
     engine.build_param_state = measured
-    engine._view = counted_view
+    engine.Destination.view = counted_view

@@ -77,18 +77,25 @@ class Destination:
         flat: 1-D, what the pieces are views of: the slot's own tensor, or for a coded state on load
             the placeholder of `coded`. On save a coded state has none: each piece is decoded when
             it is written.
-        views: the pieces, by their number in the state dict.
+        pieces: what of the state is in the state dict, in the order of its numbers there.
     """
 
     layout: ParamLayout
     slot: Slot | None
     flat: torch.Tensor | None
     coded: CodedShard | None = None
-    views: dict[int, torch.Tensor] = field(default_factory=dict)
+    pieces: list[Piece] = field(default_factory=list)
 
     @property
     def is_gathered(self) -> bool:
         return self.layout.targets is None
+
+    def view(self, piece: Piece) -> torch.Tensor:
+        """A piece, as it is written or read into."""
+        if self.flat is not None:
+            return self.flat[piece.start_elem :][: piece.numel].view(piece.size)
+        assert self.slot is not None  # a save has pieces of what this rank owns
+        return LazyValue(self.slot, piece.start_elem, piece.size)
 
 
 def state_names(dist_opt: Any) -> tuple[str, ...]:
@@ -117,10 +124,9 @@ def build_param_state(dist_opt: Any, model_sharded_state_dict: Any, is_loading: 
         else:
             entry = {}
             for name, slot in slots.items():
-                cut = _cut(layout, name)
-                pieces += cut
-                destination = _destination(layout, slot, is_loading)
-                entry[name] = _sharded_tensors(layout, destination, cut)
+                destination = _destination(layout, slot, _cut(layout, name), is_loading)
+                pieces += destination.pieces
+                entry[name] = _sharded_tensors(destination)
                 destinations[layout.index, name] = destination
         if entry:
             state[layout.index] = entry
@@ -152,51 +158,40 @@ def as_template(state: ParamState) -> ParamState:
         destination = source
         if not source.is_gathered and source.flat is None:
             assert source.slot is not None
-            destination = _destination(source.layout, source.slot, is_loading=True)
-            assert destination.flat is not None
-            entry = {}
-            for number, sharded in state[index][name].items():
-                value = sharded.data
-                view = destination.flat[value.start : value.start + value.numel()]
-                destination.views[number] = view.view(value.shape)
-                entry[number] = replace(sharded, data=destination.views[number])
-            template[index] = {**template[index], name: entry}
+            destination = _destination(source.layout, source.slot, source.pieces, is_loading=True)
+            template[index] = {**template[index], name: _sharded_tensors(destination)}
         template.destinations[index, name] = destination
     expect_load(template)
     return template
 
 
 def _keys(layout: ParamLayout, names: tuple[str, ...]) -> list[KeyInfo]:
-    targets = layout.targets or ()
-    shapes = {(target.key, target.global_shape) for target in targets}
-    return [
-        KeyInfo(f"{PREFIX}.{name}.{key}", shape) for key, shape in sorted(shapes) for name in names
-    ]
+    shapes = {(run.key, run.global_shape) for run in layout.targets or ()}
+    return [KeyInfo(_key(name, key), shape) for key, shape in sorted(shapes) for name in names]
 
 
-def _cut(layout: ParamLayout, name: str) -> list[Piece]:
+def _key(state: str, key: str) -> str:
+    return f"{PREFIX}.{state}.{key}"
+
+
+def _cut(layout: ParamLayout, state: str) -> list[Piece]:
+    start, end, name = layout.start, layout.end, layout.name
     return [
         piece
-        for target in layout.targets or ()
-        for piece in pieces_of_range(
-            target,
-            layout.start,
-            layout.end,
-            param=layout.name,
-            state=name,
-            key=f"{PREFIX}.{name}.{target.key}",
-        )
+        for run in layout.targets or ()
+        for piece in pieces_of_range(run, start, end, name, state, _key(state, run.key))
     ]
 
 
-def _destination(layout: ParamLayout, slot: Slot, is_loading: bool) -> Destination:
+def _destination(
+    layout: ParamLayout, slot: Slot, pieces: list[Piece], is_loading: bool
+) -> Destination:
     direct = slot.direct()
     if direct is not None:
-        return Destination(layout, slot, direct.view(-1))
-    if is_loading:
-        coded = CodedShard(slot.numel, _may_be_partial(layout))
-        return Destination(layout, slot, coded.placeholder, coded)
-    return Destination(layout, slot, None)
+        return Destination(layout, slot, direct.view(-1), None, pieces)
+    coded = CodedShard(slot.numel, _may_be_partial(layout)) if is_loading else None
+    flat = None if coded is None else coded.placeholder
+    return Destination(layout, slot, flat, coded, pieces)
 
 
 def _may_be_partial(layout: ParamLayout) -> bool:
@@ -204,15 +199,12 @@ def _may_be_partial(layout: ParamLayout) -> bool:
     return bool(getattr(layout.base, "allow_shape_mismatch", False))
 
 
-def _sharded_tensors(
-    layout: ParamLayout, destination: Destination, pieces: list[Piece]
-) -> dict[int, Any]:
+def _sharded_tensors(destination: Destination) -> dict[int, Any]:
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     made = {}
-    for number, piece in enumerate(pieces):
-        view = _view(destination, piece)
-        destination.views[number] = view
+    for number, piece in enumerate(destination.pieces):
+        view = destination.view(piece)
         made[number] = ShardedTensor(
             key=piece.key,
             data=view,
@@ -223,17 +215,9 @@ def _sharded_tensors(
             global_offset=piece.offset,
             axis_fragmentations=None,
             replica_id=piece.replica_id,
-            allow_shape_mismatch=_may_be_partial(layout),
+            allow_shape_mismatch=_may_be_partial(destination.layout),
         )
     return made
-
-
-def _view(destination: Destination, piece: Piece) -> torch.Tensor:
-    start = piece.start_elem
-    if destination.flat is not None:
-        return destination.flat[start : start + piece.numel].view(piece.size)
-    assert destination.slot is not None  # a save has pieces of what this rank owns
-    return LazyValue(destination.slot, start, piece.size)
 
 
 def _gathered_entry(
@@ -256,7 +240,7 @@ def _gathered_entry(
             flat = _gather(dist_opt, layout, slot)
         destinations[layout.index, name] = Destination(layout, slot, flat)
         changes: dict[str, Any] = {
-            "key": f"{PREFIX}.{name}.{layout.base.key}",
+            "key": _key(name, layout.base.key),
             "data": flat.view(layout.param.shape),
         }
         if not hasattr(layout.base, "build_fn"):

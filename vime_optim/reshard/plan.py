@@ -87,7 +87,7 @@ class ParamRun:
 
 
 def pieces_of_range(
-    run: ParamRun, start: int, end: int, *, param: str, state: str, key: str | None = None
+    run: ParamRun, start: int, end: int, param: str, state: str, key: str | None = None
 ) -> Iterator[Piece]:
     """Cuts a rank's flat range of a parameter into the pieces that fall into one run.
 

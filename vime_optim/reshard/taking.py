@@ -52,14 +52,7 @@ def _renewed(dist_opt: Any, name: str, old: Destination) -> Destination:
     direct = None if old.is_gathered else slot.direct()
     if direct is None or old.coded is not None:
         return replace(old, slot=slot)
-    flat = direct.view(-1)
-    assert old.flat is not None
-    first = old.flat.storage_offset()
-    views = {
-        number: flat[view.storage_offset() - first :][: view.numel()].view(view.shape)
-        for number, view in old.views.items()
-    }
-    return replace(old, slot=slot, flat=flat, views=views)
+    return replace(old, slot=slot, flat=direct.view(-1))
 
 
 def lend(dist_opt: Any, loaded: Mapping[int, Any]) -> None:
@@ -110,9 +103,9 @@ def finish_load(
                 whole = _whole(found, destination, name)
                 write(slot, whole[layout.start : layout.end])
             continue
-        for number, view in destination.views.items():
-            piece = found.get(number) if isinstance(found, dict) else None
-            _into(destination, view, piece, name)
+        for number, piece in enumerate(destination.pieces):
+            value = found.get(number) if isinstance(found, dict) else None
+            _into(destination, destination.view(piece), value, name)
         assert slot is not None  # a cut parameter has a destination only where it is owned
         if destination.coded is None:
             slot.settle()
