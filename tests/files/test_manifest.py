@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from tests.tools.conftest import copy_of, stock  # noqa: F401  (fixtures)
 from vime_optim import settings
 from vime_optim.cli import main
-from vime_optim.commit.load_check import find_reason
+from vime_optim.commit.load_check import look
 from vime_optim.errors import CheckpointError
 from vime_optim.files import fastfile, manifest
 from vime_optim.files.dcp_metadata import dump_metadata, parse_metadata
@@ -201,7 +201,7 @@ def test_what_repair_writes_is_accepted_by_a_load(
     assert outcome.ok, outcome.problems
     assert outcome.uncovered == ()
     assert outcome.files == len(plan.files) - 1  # all but itself
-    assert find_reason(str(tmp_path / "mended")) is None
+    assert look(str(tmp_path / "mended"))[0] is None
 
 
 def test_repair_refuses_a_file_of_another_save(copy_of: Any, tmp_path: Path) -> None:  # noqa: F811
@@ -221,11 +221,11 @@ def test_a_lost_manifest_is_an_error_and_its_copy_none(
 ) -> None:
     source = signed(copy_of("full_0.19.2"))
     (source / MANIFEST_NAME).unlink()
-    assert "vime_optim_manifest.json is gone" in str(find_reason(str(source)))
+    assert "vime_optim_manifest.json is gone" in str(look(str(source))[0])
     repair_checkpoint(source, tmp_path / "mended")
-    assert find_reason(str(tmp_path / "mended")) is None
+    assert look(str(tmp_path / "mended"))[0] is None
     monkeypatch.setattr(settings, "_current", settings.Settings(verify="all"))
-    assert "asks for a check of every byte" in str(find_reason(str(tmp_path / "mended")))
+    assert "asks for a check of every byte" in str(look(str(tmp_path / "mended"))[0])
 
 
 def test_the_ranks_share_the_reading(copy_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811

@@ -30,7 +30,7 @@ def fail_writers(root: str, points: int, seed: int) -> list[str]:
     from tests.writer.failures import caught
     from tests.writer.scenarios import Trainer, check, gathered, rank
     from vime_optim.async_save import units
-    from vime_optim.commit.load_check import find_reason
+    from vime_optim.commit.load_check import look
     from vime_optim.files.fastfile import DigestingFile
 
     draw = random.Random(seed)  # the same on every rank
@@ -55,7 +55,7 @@ def fail_writers(root: str, points: int, seed: int) -> list[str]:
         raised = caught(trainer.finalize)
         kinds = set(gathered(raised["type"]))
         torch.distributed.barrier()
-        reason = find_reason(str(directory))
+        reason = look(str(directory))[0]
         if kinds == {None} and reason is None:
             found.append("wrong" if check(directory, expected) else "exact")
         elif kinds == {"WriterError"} and reason is not None and raised["seconds"] < 60:
@@ -87,11 +87,11 @@ def kill_rank(root: str, delay_s: float, is_async: bool, persistent: bool) -> No
 
 def judge_directories(root: Path) -> Counter[str]:
     from tests.writer.readback import differences
-    from vime_optim.commit.load_check import find_reason
+    from vime_optim.commit.load_check import look
 
     found: Counter[str] = Counter()
     for directory in sorted(root.glob("iter_*")):
-        if find_reason(str(directory)) is not None or not (directory / "metadata.json").exists():
+        if look(str(directory))[0] is not None or not (directory / "metadata.json").exists():
             found["refused"] += 1
             continue
         number = directory.name.removeprefix("iter_")

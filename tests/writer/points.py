@@ -168,12 +168,12 @@ def _judge(root: Path, tags: tuple[str, ...]) -> str:
     import torch
 
     from tests.writer.readback import differences
-    from vime_optim.commit.load_check import find_reason
+    from vime_optim.commit.load_check import look
 
     folders = sorted(root.glob("iter_*"))
     if not folders:
         return "absent"
-    if find_reason(str(folders[0])) is not None or not (folders[0] / "metadata.json").exists():
+    if look(str(folders[0]))[0] is not None or not (folders[0] / "metadata.json").exists():
         return "refused"
     for tag in tags:
         truths = sorted(root.parent.glob(f"truth_{tag}_*.pt"))

@@ -72,7 +72,7 @@ def check_before_load(directory: str, *, collective: bool = True) -> Comparison:
     error: str | None = None
     comparison = Comparison(directory, None)
     try:
-        error, manifest = _look(directory, rank, share)
+        error, manifest = look(directory, rank, share)
         if settings.current().verify == "read":
             comparison = Comparison(directory, manifest)
     except (OSError, CheckpointError) as caught:
@@ -207,16 +207,12 @@ def _has_no_optimizer(directory: str) -> bool:
     return not any("optimizer" in key for key in metadata.state_dict_metadata)
 
 
-def find_reason(directory: str, part: int = 0, parts: int = 1) -> str | None:
-    """Why a directory cannot be loaded, None when nothing speaks against it.
+def look(directory: str, part: int = 0, parts: int = 1) -> tuple[str | None, Manifest | None]:
+    """Why a directory cannot be loaded, None when nothing speaks against it; and its manifest.
 
     Args:
         part, parts: look at every `parts`-th file, beginning with number `part`.
     """
-    return _look(directory, part, parts)[0]
-
-
-def _look(directory: str, part: int, parts: int) -> tuple[str | None, Manifest | None]:
     reason = unfinished(directory)
     if reason is not None:
         return reason, None

@@ -23,14 +23,9 @@ from vime_optim.commit.agreement import agree, describe
 from vime_optim.commit.lock import DirectoryLock
 from vime_optim.commit.task import RecordedResult
 from vime_optim.errors import WriterError
-from vime_optim.files.fastfile import FileRecord, digest_file
-from vime_optim.files.manifest import (
-    MANIFEST_NAME,
-    Manifest,
-    amend,
-    check_file,
-)
-from vime_optim.files.plain import sync_directory
+from vime_optim.files.fastfile import FileRecord
+from vime_optim.files.manifest import MANIFEST_NAME, Manifest, amend, check_file
+from vime_optim.files.plain import sync_directory, write_new
 
 _PROBE_NAME = ".vime_optim_probe"
 _COMMIT_FILES = ("metadata.json", MANIFEST_NAME, ".metadata")  # in the order of removal
@@ -74,11 +69,9 @@ class SaveSession:
         if self._lock.sessions == 1:  # else another save of this process is writing here
             _take_away_data(directory)
         probe = directory / _PROBE_NAME
+        probe.unlink(missing_ok=True)
         try:
-            with open(probe, "wb") as file:
-                file.write(bytes(_PROBE_BYTES))
-                file.flush()
-                os.fsync(file.fileno())
+            write_new(probe, bytes(_PROBE_BYTES))
         finally:
             probe.unlink(missing_ok=True)
 
@@ -291,8 +284,5 @@ def records_of(results: Sequence[Sequence[Any]]) -> list[FileRecord] | None:
 def write_manifest(directory: str, records: Sequence[FileRecord]) -> None:
     """On the coordinator, after `.metadata`: the manifest of everything that is there by now."""
     manifest = Manifest({record.name: record for record in records})
-    for name in (".metadata", "common.pt"):
-        path = Path(directory) / name
-        if path.is_file():
-            manifest.add(digest_file(path, name))
+    manifest.add_files(directory, ".metadata", "common.pt")
     manifest.write(directory)

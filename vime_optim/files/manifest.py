@@ -79,6 +79,13 @@ class Manifest:
     def add(self, record: FileRecord) -> None:
         self.records[record.name] = record
 
+    def add_files(self, directory: str | os.PathLike[str], *names: str) -> None:
+        """Add or renew files that something else wrote, those of them that are there."""
+        for name in names:
+            path = Path(directory) / name
+            if path.is_file():
+                self.add(digest_file(path, name, self.chunk_bytes))
+
     @property
     def chunks(self) -> list[tuple[FileRecord, int]]:
         """What digests cover: each a file's record, and the number of the chunk in the file."""
@@ -340,10 +347,6 @@ def verify_directory(
 def amend(directory: str | os.PathLike[str], *names: str) -> None:
     """Add files to an existing manifest (or renew them); nothing where there is no manifest."""
     manifest = read_manifest(directory)
-    if manifest is None:
-        return
-    for name in names:
-        path = Path(directory) / name
-        if path.is_file():
-            manifest.add(digest_file(path, name, manifest.chunk_bytes))
-    manifest.write(directory)
+    if manifest is not None:
+        manifest.add_files(directory, *names)
+        manifest.write(directory)

@@ -18,30 +18,21 @@ _ATTRIBUTE = "_vime_optim_record"
 
 @dataclass
 class Record:
-    """Attributes:
-    is_canonical: its states are to be read as float32 values now.
-    is_group_map_right: its map of parameters to param groups has been looked at.
-    stock_group_map: that map as Megatron made it, where it was wrong.
-    has_moved_params: restoring a master changed bits of its parameter on this rank.
-    restored: fingerprints of the parameters that restored remainders belong to, by id.
-    fits: whether each restored master fitted its parameter, by the parameter's id.
-    cannot_be_fully: fully_reshardable was found unable to describe it.
-    half_loaded_from: the checkpoint of which some may have been read into it, and not yet taken.
-    destinations: where what is loaded belongs, from its last template on.
-    are_destinations_taken: it has taken what was loaded there.
-    lent: tensors of a loaded state that are its own storage.
-    """
+    """Parameters are told by their id."""
 
-    is_canonical: bool = False
-    is_group_map_right: bool = False
-    stock_group_map: dict[torch.Tensor, tuple[int, int]] | None = None
-    has_moved_params: bool = False
+    is_canonical: bool = False  # its states are to be read as float32 values now
+    is_group_map_right: bool = False  # its map of parameters to param groups has been looked at
+    stock_group_map: dict[torch.Tensor, tuple[int, int]] | None = None  # as Megatron made it, wrong
+    has_moved_params: bool = False  # restoring a master changed bits of its parameter here
+    # Fingerprints of the parameters that restored remainders belong to.
     restored: dict[int, tuple[int, int]] = field(default_factory=dict)
-    fits: dict[int, Any] = field(default_factory=dict)
-    cannot_be_fully: bool = False
-    half_loaded_from: str | None = None
+    fits: dict[int, Any] = field(default_factory=dict)  # whether a master fitted its parameter
+    cannot_be_fully: bool = False  # fully_reshardable was found unable to describe it
+    half_loaded_from: str | None = None  # the checkpoint that was read into it and not yet taken
+    # Where what is loaded belongs, from its last template on, and whether it took that.
     destinations: dict[tuple[int, str], Any] | None = None
     are_destinations_taken: bool = False
+    # Tensors of a loaded state that are its own storage.
     lent: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
 
 
