@@ -18,8 +18,6 @@ from vime_optim import collectives
 from vime_optim.errors import PlanError
 from vime_optim.reshard.plan import Piece, RankPlan, check_cover
 
-_BITS = 64
-
 
 def missing_weight(plans: Iterable[RankPlan]) -> int:
     """This rank's number, modulo 2**64: the sum over all ranks is zero for whole tensors.
@@ -29,7 +27,7 @@ def missing_weight(plans: Iterable[RankPlan]) -> int:
     total = 0
     for key, numel in _balance(plans).items():
         total += (xxhash.xxh64_intdigest(key.encode()) | 1) * numel
-    return total % (1 << _BITS)
+    return total % (1 << 64)
 
 
 def _balance(plans: Iterable[RankPlan]) -> dict[str, int]:
