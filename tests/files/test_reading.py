@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import zipfile
 from collections.abc import Iterator
 from functools import partial
 from math import prod
@@ -258,6 +259,18 @@ def test_a_corrupted_archive_raises_with_its_name_and_key(
     with pytest.raises(BaseException, match=f"{path.name}: moment"):
         load_with_ours({"moment": torch.zeros(30, 20)}, tmp_path)
     assert sum(counters.values()) == 1  # torch was asked as well
+
+
+@pytest.mark.parametrize("change", [b"}X\x05\0\0\0shape)sb.", b"N}X\x05\0\0\0shape)s\x86b."])
+def test_a_pickle_cannot_change_the_tensor_that_it_made(change: bytes) -> None:
+    """BUILD would set what was looked at when the tensor was made."""
+    buffer = io.BytesIO()
+    torch.save(numbers((3, 4), torch.float32), buffer)
+    with zipfile.ZipFile(buffer) as archive:
+        data = archive.read("archive/data.pkl")
+    assert items._tensor(data).shape == (3, 4)
+    with pytest.raises(AttributeError):
+        items._tensor(data.removesuffix(b".") + change)
 
 
 def test_another_reader_is_left_alone(tmp_path: Path) -> None:

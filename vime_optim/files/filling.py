@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from vime_optim.errors import CheckpointError
-from vime_optim.files.geometry import Box, Comb, combs, row_major
+from vime_optim.files.geometry import Box, Comb, combs, extent, row_major
 from vime_optim.files.plain import unreadable
 
 # Short runs of elements with short gaps in between are read in one go, gaps included: a call costs
@@ -58,9 +58,8 @@ class Source:
         """The bytes of the file from the first to the last element of a box of the chunk."""
         strides = row_major(self.shape)
         first = sum(o * step for o, step in zip(box.offset, strides, strict=True))
-        last = first + sum((n - 1) * step for n, step in zip(box.size, strides, strict=True))
-        itemsize = self.dtype.itemsize
-        return self.start_bytes + first * itemsize, self.start_bytes + (last + 1) * itemsize
+        start = self.start_bytes + first * self.dtype.itemsize
+        return start, start + extent(box.size, strides) * self.dtype.itemsize
 
 
 def fill(

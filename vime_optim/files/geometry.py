@@ -99,6 +99,13 @@ def row_major(shape: Sequence[int]) -> Ints:
     return tuple(strides)
 
 
+def extent(size: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first to the last one of a strided tensor, gaps included."""
+    if 0 in size:
+        return 0
+    return 1 + sum((n - 1) * step for n, step in zip(size, strides, strict=True))
+
+
 def round_up(value: int, multiple: int) -> int:
     """The next multiple of a number, or `value` itself where it is one."""
     return -(-value // multiple) * multiple
@@ -121,14 +128,11 @@ def boxes_of_range(shape: Sequence[int], start: int, end: int) -> list[Box]:
         PlanError: the range does not lie within the shape.
     """
     shape = tuple(shape)
-    numel = prod(shape)
-    if any(length < 0 for length in shape):
-        raise PlanError("A shape has a negative length", got=shape)
-    if not 0 <= start <= end <= numel:
+    if not 0 <= start <= end <= prod(shape) or min(shape, default=0) < 0:
         raise PlanError(
             "A flat range does not lie within its tensor",
             got=f"elements [{start}, {end})",
-            expected=f"within [0, {numel}) of shape {shape}",
+            expected=f"within [0, {prod(shape)}) of shape {shape}",
             next_step="The optimizer's buffer does not match the model's shapes; report the layout",
         )
     strides = row_major(shape)

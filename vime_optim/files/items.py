@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from vime_optim.errors import CheckpointError
-from vime_optim.files.geometry import row_major
+from vime_optim.files.geometry import extent, row_major
 from vime_optim.files.pickles import audit, loads
 from vime_optim.files.plain import no_archive
 from vime_optim.files.safe_load import open_archive, read_data_pickle
@@ -192,8 +192,8 @@ def _layout(
         raise ValueError(f"byte order {order[:10]!r}")
     entry = archive.getinfo(f"{root}data/{tensor.record}")
     itemsize = tensor.dtype.itemsize
-    extent = _extent(tensor.shape, tensor.strides_elem)
-    if (tensor.offset_elem + extent) * itemsize > entry.file_size:
+    reach = extent(tensor.shape, tensor.strides_elem)
+    if (tensor.offset_elem + reach) * itemsize > entry.file_size:
         raise ValueError("the tensor reaches out of its storage")
     window.seek(entry.header_offset)
     header = _LOCAL_HEADER.unpack(window.read(_LOCAL_HEADER.size))
@@ -209,15 +209,7 @@ def _layout(
         )
     start = offset_bytes + data_start + tensor.offset_elem * itemsize
     strides = None if _contiguous(tensor.shape, tensor.strides_elem) else tensor.strides_elem
-    return ItemLayout(tensor.dtype, tensor.shape, start, strides, extent)
-
-
-def _extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    if len(shape) != len(strides):
-        raise ValueError("as many strides as sizes are needed")
-    if 0 in shape:
-        return 0
-    return 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+    return ItemLayout(tensor.dtype, tensor.shape, start, strides, reach)
 
 
 def _contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:

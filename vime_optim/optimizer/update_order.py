@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from vime_optim.files.geometry import extent
 from vime_optim.files.lazy import LazyValue
 
 Span = tuple[int, int]
@@ -39,12 +40,9 @@ def span_of(tensor: torch.Tensor) -> Span | None:
             start = tensor.data_ptr()
         except RuntimeError:  # a wrapper: float8, DTensor
             return None
-        numel = tensor.numel()
-        if not start or not numel:
+        if not start or not tensor.numel():
             return None
-        if not tensor.is_contiguous():
-            numel = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-        return start, start + numel * tensor.element_size()
+        return start, start + extent(tensor.shape, tensor.stride()) * tensor.element_size()
 
 
 def sources_of(tensor: torch.Tensor) -> list[torch.Tensor]:
