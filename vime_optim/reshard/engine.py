@@ -47,8 +47,9 @@ class ParamState(MadeDict):
     def __deepcopy__(self, memo: dict[int, Any]) -> MadeDict:
         """What a template's tensors are is where they belong: a copy has the same."""
         if self.is_loading:
-            views = [view for each in self.destinations.values() for view in each.views.values()]
-            memo.update((id(view), view) for view in views)
+            held = [state for entry in self.values() for state in entry.values()]
+            pieces = [piece for state in held if type(state) is dict for piece in state.values()]
+            memo.update((id(piece.data), piece.data) for piece in pieces)
         return super().__deepcopy__(memo)
 
     @property
