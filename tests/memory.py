@@ -61,15 +61,35 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 @contextmanager
 def counted() -> Iterator[Counted]:
-    """Counts what is allocated in the block, beyond what is held when it begins."""
+    """Counts what is allocated in the block, beyond what is held when it begins.
+
+    Where other threads allocate meanwhile, start tracemalloc before and leave it on: stopped while
+    one of them waits in it, CPython 3.11 crashes (python/cpython#128679).
+    """
     found = Counted()
     with _Storages(Ledger()):
         torch.empty(1)  # torch imports what a mode needs with the first one
     gc.collect()
-    tracemalloc.start()
+    kept_on = tracemalloc.is_tracing()
+    if not kept_on:
+        tracemalloc.start()
+    tracemalloc.reset_peak()
+    held_bytes = tracemalloc.get_traced_memory()[0]
     try:
         with _Storages(found.ledger):
             yield found
-        found.traced_bytes = tracemalloc.get_traced_memory()[1]
     finally:
-        tracemalloc.stop()
+        found.traced_bytes = tracemalloc.get_traced_memory()[1] - held_bytes
+        if not kept_on:
+            tracemalloc.stop()
+
+
+@contextmanager
+def at_most(limit_bytes: int) -> Iterator[None]:
+    """Fails when the block holds more than this at once, also where it ends in another error."""
+    try:
+        with counted() as memory:
+            yield
+    finally:
+        held_bytes = memory.peak_bytes
+        assert held_bytes <= limit_bytes, f"{held_bytes:,} bytes, {limit_bytes:,} allowed"

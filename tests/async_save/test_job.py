@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -74,13 +73,15 @@ def test_an_update_copies_what_the_writers_come_to_last(
 
 
 @pytest.mark.parametrize(("done", "slow"), [(0.0, True), (0.4, True), (0.9, False)])
-def test_a_save_that_is_soon_through_is_not_helped(saved: Saved, done: float, slow: bool) -> None:
+def test_a_save_that_is_soon_through_is_not_helped(
+    saved: Saved, monkeypatch: pytest.MonkeyPatch, done: float, slow: bool
+) -> None:
     """After two seconds: at 0.4 three more are needed, at 0.9 less than a second."""
     job = saved.job
     total = job._left_bytes
     job._done_bytes = int(done * total)
     job._left_bytes = total - job._done_bytes
-    job._began_s = time.monotonic() - 2.0
+    monkeypatch.setattr("vime_optim.async_save.job.time.monotonic", lambda: job._began_s + 2.0)
     assert job._is_slow() == slow
 
 

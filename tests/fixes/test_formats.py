@@ -27,9 +27,7 @@ def run(tree: Path, root: Path) -> dict[str, Any]:
     """Outcome of each scenario, by name, rank by rank."""
     environment = {"VIME_OPTIM_TEST_ALL": "1"}
     arguments = {"root": str(root)}
-    ranks = results(
-        launch(tree, "formats", arguments=arguments, environment=environment, timeout_s=200)
-    )
+    ranks = results(launch(tree, "formats", arguments=arguments, environment=environment))
     return dict(ranks[0])
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
-from tests.tools.conftest import copy_of, memory_peak, stock  # noqa: F401  (fixtures)
+from tests.memory import at_most
+from tests.tools.conftest import copy_of, stock  # noqa: F401  (fixtures)
 from tests.writer.hostile import SIGN, changes
 from tests.writer.launch import launch, results, tree_of
 from vime_optim.cli import main
@@ -40,7 +39,7 @@ def test_no_attack_gets_through_a_load(release: str, tmp_path: Path) -> None:
             assert seen["unchanged"] or not seen["ours"], name
             assert "weights_only=False" not in seen["text"], name
             assert "weights_only" not in seen["text"] or "add_safe_globals" in seen["text"], name
-            assert seen["grown_bytes"] < 256 << 20, (name, seen)
+            assert seen["held_bytes"] < 64 << 20, (name, seen)
         assert "no optimizer state is in this checkpoint" in rank["no optimizer"]["text"]
         assert "no plain file" in rank["data is a pipe"]["text"]
         assert "posix.mkdir" in rank["metadata runs code"]["text"]
@@ -50,7 +49,6 @@ def test_no_attack_gets_through_a_load(release: str, tmp_path: Path) -> None:
 def test_no_attack_gets_through_a_tool(
     name: str,
     stock: Callable[[str], Path],  # noqa: F811
-    memory_peak: Callable[[int], AbstractContextManager[None]],  # noqa: F811
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -61,7 +59,6 @@ def test_no_attack_gets_through_a_tool(
     manifest.write(folder)
     before = {path.name for path in tmp_path.iterdir()}
     changes()[name](folder)
-    began = time.monotonic()
     commands = {
         "inspect": ["inspect", str(folder), "--tree"],
         "check": ["check", str(folder)],
@@ -70,7 +67,7 @@ def test_no_attack_gets_through_a_tool(
         "export": ["export", str(folder), "--model", "--out", str(tmp_path / "dir" / "e")],
         "import": ["import", str(folder), "--out", str(tmp_path / "dir" / "i")],
     }
-    with memory_peak(256 << 20):
+    with at_most(256 << 20):
         answers = {tool: main(words) for tool, words in commands.items()}
     output = capsys.readouterr()
     assert "Traceback" not in output.out + output.err
@@ -83,4 +80,3 @@ def test_no_attack_gets_through_a_tool(
         assert {answers[tool] for tool in ("inspect", "diff", "repair", "export")} != {0}, answers
     assert not (folder.parent / SIGN).exists()
     assert {path.name for path in tmp_path.iterdir()} == before
-    assert time.monotonic() - began < 60

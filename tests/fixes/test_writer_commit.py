@@ -31,9 +31,7 @@ _FULL = [
 def run(tree: Path, root: Path, cases: list[dict[str, Any]]) -> None:
     environment = {"VIME_OPTIM_TEST_ALL": "1"}
     arguments = {"root": str(root), "cases": cases}
-    found = results(
-        launch(tree, "joint", arguments=arguments, environment=environment, timeout_s=60)
-    )
+    found = results(launch(tree, "joint", arguments=arguments, environment=environment))
     wrong = [line for outcome in found[0]["outcomes"] for line in _wrong(outcome)]
     assert not wrong, "\n".join(wrong)
     assert all(rank["good"] for rank in found)

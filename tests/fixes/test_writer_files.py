@@ -14,7 +14,7 @@ def bad(found: dict[str, dict[str, int]]) -> list[str]:
 
 
 def test_kills_pauses_and_two_jobs() -> None:
-    found = points({"kill": 3, "pause": 2, "two_jobs": 2}, "0.16.1", limit_s=400)
+    found = points({"kill": 3, "pause": 2, "two_jobs": 2}, "0.16.1")
     assert not bad(found), found
     assert {kind: sum(counts.values()) for kind, counts in found.items()} == {
         "kill": 3,

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import io
 import lzma
 import shutil
 import tarfile
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -49,38 +45,3 @@ def copy_of(stock: Unpack, tmp_path: Path) -> Unpack:
         return Path(shutil.copytree(stock(name), tmp_path / "copy"))
 
     return make
-
-
-def resident_bytes() -> int:
-    return psutil.Process().memory_info().rss
-
-
-@pytest.fixture
-def memory_peak() -> Callable[[int], AbstractContextManager[None]]:
-    """`with memory_peak(n):` fails when the resident set grows by more than n bytes inside.
-
-    Sampled every two milliseconds by a thread of its own.
-    """
-
-    @contextmanager
-    def watch(limit_bytes: int) -> Iterator[None]:
-        gc.collect()
-        start = peak = resident_bytes()
-        done = threading.Event()
-
-        def sample() -> None:
-            nonlocal peak
-            while not done.wait(0.002):
-                peak = max(peak, resident_bytes())
-
-        thread = threading.Thread(target=sample, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            done.set()
-            thread.join()
-        grown = max(peak, resident_bytes()) - start
-        assert grown <= limit_bytes, f"{grown} bytes more, {limit_bytes} allowed"
-
-    return watch

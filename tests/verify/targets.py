@@ -38,10 +38,10 @@ def die_on_one(payload: dict[str, Any]) -> None:
 
 
 def hang_with_child(payload: dict[str, Any]) -> None:
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     Path(payload["pids"], f"{os.getpid()}").touch()
     Path(payload["pids"], f"{child.pid}").touch()
-    time.sleep(60)
+    time.sleep(600)
 
 
 def leave_a_mark(payload: dict[str, Any]) -> bool:

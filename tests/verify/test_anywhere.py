@@ -76,11 +76,9 @@ def test_a_download_is_said(
 
 
 SHOWS = """
-import time
 from vime_optim.tools.progress import activity
 with activity("importing") as tell:
     tell("training and saving")
-    time.sleep(0.4)
 print("done")
 """
 

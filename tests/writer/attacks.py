@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shutil
-import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
+from tests.memory import counted
 from tests.writer.hostile import SIGN, changes
 from vime_optim.errors import VimeOptimError
 
@@ -33,6 +33,7 @@ def attacks(root: str, names: list[str] | None = None) -> dict[str, Any]:
     trainer.step()
     good, _ = trainer.save(Path(root) / "good", is_async=False)
     found = {}
+    tracemalloc.start()  # to the end, since loads leave threads behind
     for number, (name, change) in enumerate(changes().items()):
         if names is not None and name not in names:
             continue
@@ -43,19 +44,17 @@ def attacks(root: str, names: list[str] | None = None) -> dict[str, Any]:
         torch.distributed.barrier()
         template = trainer.state(is_loading=True)
         before = snapshot(template)
-        resident = psutil.Process().memory_info().rss
-        began = time.monotonic()
         outcome: dict[str, Any] = {"type": None, "text": "", "ours": False}
         try:
-            trainer.load(folder, template)
+            with counted() as memory:
+                trainer.load(folder, template)
         except BaseException as error:
             outcome = {
                 "type": type(error).__name__,
                 "text": str(error),
                 "ours": isinstance(error, VimeOptimError),
             }
-        outcome["seconds"] = time.monotonic() - began
-        outcome["grown_bytes"] = psutil.Process().memory_info().rss - resident
+        outcome["held_bytes"] = memory.peak_bytes
         outcome["ran"] = (folder.parent / SIGN).exists()
         after = snapshot(template)
         outcome["unchanged"] = all(same_bits(before[key], after[key]) for key in before)

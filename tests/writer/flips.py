@@ -43,12 +43,10 @@ def flips(root: str, count: int, verify: str = "read", seed: int = 1) -> list[An
         torch.distributed.barrier()
         _flip(path, position, bit)
         outcome: dict[str, Any] = {"file": path.name, "position": position, "type": None}
-        began = time.monotonic()
         try:
             trainer.load(folder)
         except Exception as error:
             outcome |= {"type": type(error).__name__, "text": str(error)}
-        outcome["seconds"] = time.monotonic() - began
         torch.distributed.barrier()
         _flip(path, position, bit)
         after = snapshot(trainer.state()) if outcome["type"] is None else {}

@@ -27,7 +27,7 @@ import psutil
 
 from tests.writer.launch import ROOT, tree_of
 
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 BAD = ("WRONG", "HUNG", "LOST", "TOUCHED", "ONE RANK")
 """Words of outcomes that must not be."""
 

@@ -237,37 +237,56 @@ def check(directory: Path, expected: dict[str, Any]) -> list[str]:
 
 
 @contextmanager
-def held(seconds: float) -> Any:
-    """Hold all writers for `seconds`, so that what comes next overlaps the write for certain."""
+def held() -> Any:
+    """Hold all writers until the block is over, or cannot go on without them: it waits for the
+    save, or an update finds no room. What the block does overlaps the write for certain."""
+    from vime_optim.async_save.job import SaveJob
     from vime_optim.files.fastfile import DigestingFile
 
     gate = threading.Event()
-    real = DigestingFile.write_vector
+    real, wait = DigestingFile.write_vector, SaveJob.wait
+    settle, copy = SaveJob.settle, SaveJob._copy
+    settling: list[SaveJob] = []
 
     def write_vector(self: Any, views: Any) -> None:
         gate.wait()
         real(self, views)
 
+    def opening_wait(self: SaveJob) -> None:
+        gate.set()
+        wait(self)
+
+    def opening_settle(self: SaveJob, units: Any) -> None:
+        settling.append(self)
+        settle(self, units)
+        settling.remove(self)
+
+    def opening_copy(self: SaveJob, units: Any) -> Any:
+        left = copy(self, units)
+        if left and settling:  # the update has copied what it can, and waits for the rest
+            gate.set()
+        return left
+
     DigestingFile.write_vector = write_vector  # type: ignore[method-assign]
-    timer = threading.Timer(seconds, gate.set)
-    timer.start()
+    SaveJob.wait, SaveJob._copy = opening_wait, opening_copy  # type: ignore[method-assign]
+    SaveJob.settle = opening_settle  # type: ignore[method-assign]
     try:
         yield
     finally:
-        timer.join()
+        gate.set()
         DigestingFile.write_vector = real  # type: ignore[method-assign]
+        SaveJob.wait, SaveJob._copy = wait, copy  # type: ignore[method-assign]
+        SaveJob.settle = settle  # type: ignore[method-assign]
 
 
 @contextmanager
-def stopped(process: Any, seconds: float) -> Any:
-    """Stop a writer process for `seconds`."""
+def stopped(process: Any) -> Any:
+    """Stop a writer process until the block is over."""
     os.kill(process.pid, signal.SIGSTOP)
-    timer = threading.Timer(seconds, os.kill, (process.pid, signal.SIGCONT))
-    timer.start()
     try:
         yield
     finally:
-        timer.join()
+        os.kill(process.pid, signal.SIGCONT)
 
 
 # Scenarios.
@@ -328,7 +347,6 @@ def _exact_case(
     mode: str = "guard",
     numel: int = 1 << 18,
     rounds: int = 2,
-    stop_s: float = 0.6,
     stage_bytes: int = 1 << 30,
     unit_bytes: int = 32 << 20,
     sharding: str = "dp_reshardable",
@@ -344,23 +362,22 @@ def _exact_case(
         _start_worker_early(trainer, start_method)
     trainer.step()
     torn: list[list[str]] = []
-    steps_s = []
     children: list[int] = []
     for _ in range(rounds):
         if shared:
             _move_storages(trainer, lambda value: value.clone().share_memory_())
         ours = install and mode != "off"
-        with held(stop_s) if ours else nullcontext():
+        with held() if ours else nullcontext():
             directory, expected = trainer.save(root)
-            with nullcontext() if ours else stopped(trainer.worker(), stop_s):
-                steps_s.append(trainer.step())
+            with nullcontext() if ours else stopped(trainer.worker()):
+                trainer.step()
                 trainer.step()
         children.append(len(multiprocessing.active_children()))
         trainer.finalize()
         torn.append(check(directory, expected))
         _move_storages(trainer, torch.Tensor.clone)
         trainer.step()
-    outcome: dict[str, Any] = {"torn": torn, "steps_s": steps_s, "children": children}
+    outcome: dict[str, Any] = {"torn": torn, "children": children}
     if install:
         for name in ("async save waits", "async save bytes copied"):
             outcome[name] = _counters().get(name, 0) - before.get(name, 0)
