@@ -6,11 +6,10 @@ UPSTREAM_OUT a folder for the outcome of every test, one file a rank.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Any
 
 import pytest
@@ -18,6 +17,9 @@ import pytest
 DEVICE = os.environ["UPSTREAM_DEVICE"]
 RANK = int(os.environ.get("RANK", "0"))
 OUTCOMES: dict[str, str] = {}
+TEST = [0]
+STARTS: Counter[int] = Counter()
+"""Process groups that each test made: a rank that missed one meets the others in the next test."""
 
 
 def _allow_python_311() -> None:
@@ -45,12 +47,15 @@ def _simulate() -> None:
     _compare_missing_te()
     _local_layers()
     original = torch.distributed.init_process_group
-    starts = itertools.count()
 
-    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
         world_size, out = int(os.environ["WORLD_SIZE"]), os.environ["UPSTREAM_OUT"]
-        store = torch.distributed.FileStore(f"{out}/store{next(starts)}", world_size)
-        return original(backend="gloo", world_size=world_size, rank=RANK, store=store)
+        STARTS[TEST[0]] += 1
+        name = f"{out}/store_{TEST[0]}_{STARTS[TEST[0]]}"
+        store = torch.distributed.FileStore(name, world_size)
+        original(backend="gloo", world_size=world_size, rank=RANK, store=store)
+        # A rank that skips the test would leave while others still connect to it.
+        torch.distributed.barrier()
 
     torch.distributed.init_process_group = init_process_group
 
@@ -134,6 +139,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Some tests expect the process group that one before them has left."""
     import torch
 
+    TEST[0] = item.session.items.index(item)
     if DEVICE == "sim" and not torch.distributed.is_initialized():
         torch.distributed.init_process_group()
 
