@@ -79,7 +79,8 @@ def _save(
 
 def cached(payload: dict[str, Any]) -> dict[str, Any]:
     """Saves with Megatron's own cache of plans (--dist-ckpt-save-assume-constant-structure): four
-    of one job, then two of a job that has the metadata of the fourth from its load."""
+    of one job, two of a job that has the metadata of the fourth from its load, and one without
+    that cache, whose plan is that of the first."""
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
     from torch.distributed.checkpoint import FileSystemReader
 
@@ -98,11 +99,13 @@ def cached(payload: dict[str, Any]) -> dict[str, Any]:
     exchange.gather_plans = noted
     root = Path(payload["directory"])
     errors, after = [], []
-    for number in range(6):
+    for number in range(7):
         if number in (0, 4):
-            strategy = TorchDistSaveShardedStrategy("torch_dist", 1, cached_metadata=True)
+            strategy: Any = TorchDistSaveShardedStrategy("torch_dist", 1, cached_metadata=True)
         if number == 4:
             strategy.cached_global_metadata = FileSystemReader(root / "3").read_metadata()
+        if number == 6:
+            strategy = None
         errors.append(_save(root / str(number), number, 0, strategy=strategy))
         after.append(len(gathered))
     return {"after": after, "errors": errors, "differ": differ}

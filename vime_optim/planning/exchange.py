@@ -115,6 +115,9 @@ def gather_plans(original: Callable[[Any, Any], Any], wrapper: Any, plan: Any) -
         gathered = original(wrapper, plan)
     else:
         gathered = original(wrapper, _outgoing(wrapper, columns, open_session))
+    if columns is None and wrapper.use_dist and open_session is not None:
+        # As with Megatron's cache of plans: the coordinator holds it instead of the last columns.
+        open_session.sent[_key(wrapper)] = b""
     if open_session is not None:
         open_session.gathered = True
     if gathered is None:
