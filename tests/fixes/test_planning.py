@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import pytest
+from clients import nvrx
 
 from tests.conftest import LauncherPool
+from tests.writer.launch import launch, results, tree_of
 from vime_optim.tools.megatron_source import RELEASES
 
 QUICK = ("0.16.1", "0.19.2")
@@ -70,3 +72,16 @@ def test_plans_are_sent_once_and_wrong_ones_refused_everywhere(
     )
     for answer in loaded:
         assert answer["equal"] == {"0": True, "2": True, "3": True, "6": True}
+
+
+@pytest.mark.ci  # fetches the package where it is not there yet
+def test_plans_of_nvidia_resiliency_ext_are_ours_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VIME_OPTIM_TEST_PATH", str(nvrx.find()))
+    arguments = {"root": str(tmp_path), "strategy": "nvrx"}
+    everything = {"VIME_OPTIM_TEST_ALL": "1"}
+    outcomes = launch(tree_of("0.19.2"), "planned", arguments=arguments, environment=everything)
+    theirs = "nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver"
+    for rank in results(outcomes):
+        assert rank == {"wrong": [], "agreed": [theirs, "nvrx"] * 2}

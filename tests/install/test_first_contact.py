@@ -25,7 +25,6 @@ def run(
         env={**base, "PYTHONPATH": os.pathsep.join(map(str, (*path, ROOT))), **env},
         capture_output=True,
         text=True,
-        timeout=240,
         check=False,
     )
 

@@ -46,7 +46,6 @@ def run(command: list[str], *path: Path, **env: str) -> subprocess.CompletedProc
         },
         capture_output=True,
         text=True,
-        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

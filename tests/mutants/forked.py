@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-LIMIT_S = 300
+LIMIT_S = 1200
 _PRELOADED = ("torch", "torch.distributed.checkpoint", "numpy", "pytest", "hypothesis", "yaml")
 _OPTIONS = ("-q", "--tb=short", "--hypothesis-seed=0", "-p", "no:cacheprovider", "-n", "0")
 

@@ -50,7 +50,6 @@ def run_pytest(folder: Path, **env: str) -> str:
         env={**clean, "PYTHONPATH": str(ROOT), **env},
         capture_output=True,
         text=True,
-        timeout=120,
         check=False,
     )
     return done.stdout + done.stderr
@@ -71,6 +70,13 @@ def test_a_required_kind_may_not_be_skipped(tmp_path: Path) -> None:
     assert "asks for `clients`" in text
     assert "1 error" in text
     assert "by kind" not in run_pytest(tmp_path, VIME_OPTIM_REQUIRE="all")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_can_be_required_alone(kind: str) -> None:
+    for nodeid, reason in (("tests/a.py::b", f"{kind}: not here"), (f"{kind}/a.py::b", "not here")):
+        assert f"asks for `{kind}`" in str(fault_of(nodeid, reason, required(kind)))
+        assert fault_of(nodeid, reason, required(",".join(KINDS.keys() - {kind}))) is None
 
 
 def test_a_word_that_is_no_kind_is_refused(tmp_path: Path) -> None:

@@ -111,6 +111,14 @@ def _then_a_good_save(trainer: Trainer, root: Path) -> list[str]:
     return check(directory, expected)
 
 
+def _after_failure(trainer: Trainer, root: Path, directory: Path, raised: Any) -> dict[str, Any]:
+    """What a save that raised leaves, whether it loads, and a good save after it."""
+    finished = _finished(root)
+    refused = load_outcome(trainer, directory)
+    good = _then_a_good_save(trainer, root / "next")
+    return {"raised": raised, "finished": finished, "load": refused, "good": good}
+
+
 def failed_writer(root: Path, persistent: bool) -> dict[str, Any]:
     """A writer of rank 1 fails in the middle of an async save."""
     trainer = Trainer(persistent=persistent)
@@ -118,10 +126,7 @@ def failed_writer(root: Path, persistent: bool) -> dict[str, Any]:
     with writers(_no_space):
         directory, _ = trainer.save(root)
         raised = caught(trainer.finalize)
-    finished = _finished(root)
-    refused = load_outcome(trainer, directory)
-    good = _then_a_good_save(trainer, root / "next")
-    return {"raised": raised, "finished": finished, "load": refused, "good": good}
+    return _after_failure(trainer, root, directory, raised)
 
 
 def killed_process(root: Path, persistent: bool) -> dict[str, Any]:
@@ -241,10 +246,7 @@ def _with_device_full(root: Path, persistent: bool, name: str, is_async: bool) -
         trainer.finalize()
 
     raised = caught(save)
-    finished = _finished(root)
-    refused = load_outcome(trainer, directory)
-    good = _then_a_good_save(trainer, root / "next")
-    return {"raised": raised, "finished": finished, "load": refused, "good": good}
+    return _after_failure(trainer, root, directory, raised)
 
 
 def unwritable(root: Path, persistent: bool) -> dict[str, Any]:

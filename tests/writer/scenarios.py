@@ -465,6 +465,34 @@ def load_cost(**arguments: Any) -> dict[str, Any]:
     return module.load_cost(**arguments)
 
 
+def planned(root: str, strategy: str) -> dict[str, Any]:
+    """Two async saves: what of them is not as it was, and whose planning was wrapped and agreed."""
+    from unittest import mock
+
+    from vime_optim.planning import exchange
+
+    agreed = []
+    trainer = Trainer(strategy=strategy)
+    plan, confirm = exchange.plan_together, exchange.confirm
+    with (
+        mock.patch.object(exchange, "confirm", lambda o: (agreed.append(strategy), confirm(o))[1]),
+        mock.patch.object(
+            exchange,
+            "plan_together",
+            lambda original, *a, **k: (agreed.append(original.__module__), plan(original, *a, **k))[
+                1
+            ],
+        ),
+    ):
+        wrong = []
+        for _ in range(2):
+            trainer.step()
+            save = trainer.save(root)
+            trainer.finalize()
+            wrong += check(*save)
+    return {"wrong": wrong, "agreed": agreed}
+
+
 def attacks(**arguments: Any) -> dict[str, Any]:
     """See tests/writer/attacks.py."""
     from tests.writer import attacks as module
