@@ -145,7 +145,8 @@ class _Machine:
             elif code == 0x28:  # MARK
                 self.marks.append(len(stack))
             elif op := ops[code]:
-                self.apply(*op)
+                takes, what, hashed = op
+                self.apply(takes, what, hashed)
             elif code == 0x2E:  # STOP
                 break
             else:
@@ -159,11 +160,11 @@ class _Machine:
         start = self.marks.pop() if takes == _MARKED else len(stack) - takes
         if start < 0:
             raise IndexError
-        taken = stack[start:]
-        del stack[start:]
-        weight = 0
-        for number in taken:
-            weight += weights[number]
+        weight, taken = 0, stack[start:]
+        if taken:
+            del stack[start:]
+            for number in taken:
+                weight += weights[number]
         if hashed is not None:
             for number in taken[hashed]:
                 self.spend(weights[number], _MOST_KEY)
@@ -173,8 +174,8 @@ class _Machine:
             target = stack[-1]
             if target == _CLASS:
                 raise pickle.UnpicklingError("it changes a class, or what else a name stands for")
-            if target != _PLAIN:
-                weights[target] = min(_CAP, weights[target] + weight)
+            if target != _PLAIN and weights[target] < _CAP:
+                weights[target] += weight
         elif what != _GONE:
             stack.append(len(weights))
             weights.append(1 + weight if weight < _CAP else _CAP)
