@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.cases import Case
 from tests.phases import Phases
+from vime_optim.optimizer.groups_only import step_into_groups
 
 
 @pytest.mark.parametrize(
@@ -36,3 +38,17 @@ def test_a_resume_is_exact_and_adds_no_step(
     assert phases.differences("after_save", "resumed") == []
     assert groups["save"] == groups["resume"]
     assert "step" not in str(groups["save"])
+
+
+def test_saved_groups_record_a_step_only_where_one_is_counted() -> None:
+    """Megatron puts a 0 into groups of an optimizer whose states have no step."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    groups: list[dict[str, Any]] = [{"lr": 0.1, "step": 0}]
+    step_into_groups(torch.optim.SGD([weight], lr=0.1), groups)
+    assert groups == [{"lr": 0.1}]
+    adam = torch.optim.Adam([weight])
+    weight.grad = torch.ones(2)
+    adam.step()
+    adam.step()
+    step_into_groups(adam, groups)
+    assert groups == [{"lr": 0.1, "step": 2}]
