@@ -23,11 +23,11 @@ def added(values: Sequence[int], group: Any = None) -> list[int]:
     return sums.tolist()
 
 
-def highest(value: int, group: Any = None) -> int:
-    """Collective: the highest of the ranks' numbers."""
-    found = torch.tensor([value], dtype=torch.int64, device=device_of(group))
+def highest(values: Sequence[int], group: Any = None) -> list[int]:
+    """Collective: the highest of each number on any rank."""
+    found = torch.tensor(values, dtype=torch.int64, device=device_of(group))
     torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX, group=group)
-    return int(found.item())
+    return found.tolist()
 
 
 def gathered(value: Any, group: Any = None) -> list[Any]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
-from vime_optim.fixes.chained import _fill_steps, _group_lists, fit_chain
+from tests.cases import Case
+from tests.phases import Phases
+from vime_optim.fixes.chained import _counting_parts, _fill_steps, fit_chain
 from vime_optim.optimizer.groups_only import COUNTS
 
 
@@ -58,7 +61,26 @@ def test_groups_without_a_step_take_that_of_the_others() -> None:
         "optimizer": {0: counting, 1: {"optimizer": {COUNTS: True, "param_groups": [group()]}}}
     }
     state["muon"] = others
-    _fill_steps(list(_group_lists(state)))
+    _fill_steps([part["param_groups"] for _, part in _counting_parts(state)])
     assert [g["step"] for g in counting["param_groups"]] == [5, 5]
     assert state["optimizer"][1]["optimizer"]["param_groups"][0]["step"] == 5
     assert "step" not in others["param_groups"][0], "an optimizer that counts no steps"
+
+
+@pytest.mark.parametrize(
+    ("words", "none"),
+    [
+        ("0.19.2,fused,pao,dp=2,moe,ep=2", None),
+        ("0.16.1,torch,dp=2,moe,ep=2", 0),
+        pytest.param("0.19.2,fused,pao,dp=2,pp=2,moe,ep=2,moe-on=last", None, marks=pytest.mark.ci),
+    ],
+)
+def test_one_that_was_saved_without_a_step_is_loaded_without(
+    words: str, none: int | None, phases: Phases
+) -> None:
+    """Its moments are kept, and neither the other's step nor its own of before the load."""
+    case = Case.parse(words)
+    for phase in ("save", "resume"):
+        answers = phases.run(f"tests.fixes.no_step_job:{phase}", case)
+        assert [answer["steps"] for answer in answers] == [[2, none]] * len(answers)
+    assert phases.differences("after_save", "resumed") == []

@@ -67,7 +67,7 @@ def test_everything_is_found_however_deep(depth: int) -> None:
     assert list(param_states(whole)) == [params]
     assert [found for _, found in sharding.optimizer_states(whole)] == [state]
     assert list(sharding.recorded_types(whole)) == [sharding.FULLY]
-    assert list(chained._group_lists(whole)) == [groups]
+    assert [part["param_groups"] for _, part in chained._counting_parts(whole)] == [groups]
     assert list(loading._members(whole)) == [state.owner]
 
 

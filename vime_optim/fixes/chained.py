@@ -7,15 +7,17 @@ state, which rank 0 writes for all: in the shape that its own optimizers have, a
 where its own shard of them is empty.
 Changes: where the shapes differ, every optimizer gets the groups that fit it from all that were
 saved; an expert group that was not saved takes the hyperparameters and the step of the dense group
-with the same multipliers. Groups without a step take that of the others: all optimizers of a chain
-step together, and those that count no steps (Muon, Lion) get none. Param state is told apart by its
-keys, and needs no change.
+with the same multipliers. On a save the ranks agree on each optimizer's step; one that has none on
+any rank is said to have none. On a load of a file that does not say so, groups without a step take
+that of the others: all optimizers of a chain step together, and those that count no steps (Muon,
+Lion) get none. Param state is told apart by its keys, and needs no change.
 Leaves alone: every load whose shapes agree and whose groups have a step.
 Remove when: Megatron keeps param groups by what they hold.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any
@@ -26,12 +28,12 @@ from vime_optim.optimizer.groups_only import COUNTS, saved_step
 from vime_optim.optimizer.kinds import counts_steps, has_buffers
 from vime_optim.optimizer.matching import match_groups
 from vime_optim.optimizer.stock_state import MARK
-from vime_optim.probe import bind, missing_parameters
-from vime_optim.registry import NEEDED, Call, Diagnosis, Fix, Hit, not_understood, takes
-from vime_optim.state_dicts import walk
+from vime_optim.probe import missing_parameters
+from vime_optim.registry import NEEDED, Call, Diagnosis, Fix, Hit, not_understood
+from vime_optim.state_dicts import Path, walk
 
 _OWN = ("param_state", "param_state_sharding_type", "grad_scaler")
-
+_PLACES = 64
 
 FIX = Fix(
     id="chained",
@@ -60,35 +62,41 @@ def _load_state_dict(original: Any, hit: Hit, self: Any, state_dict: Any) -> Non
     original(self, state_dict)
 
 
-@FIX.wraps(CHAINED_OPTIMIZER, "sharded_state_dict", takes("self", "is_loading"))
-def _sharded_state_dict(original: Any, hit: Hit, self: Any, *args: Any, **kwargs: Any) -> Any:
-    state = original(self, *args, **kwargs)
-    is_loading = bind(original, self, *args, **kwargs).get("is_loading")
-    if not is_loading and isinstance(state, dict):
-        hit()
-        _fill_steps(list(_group_lists(state)))
-    return state
-
-
 def agree_on_the_step(call: Call, hit: Hit) -> None:
-    """Collective: where ranks of several pipeline stages save, they give all groups the highest
-    step, as rank 0 may hold none of the params."""
-    if _pipeline_size() > 1:
+    """Every group of an optimizer gets the optimizer's step, as a rank may hold none of its params.
+    Collective where ranks of several pipeline stages save."""
+    parts = list(_counting_parts(call["sharded_state_dict"]))
+    if parts:
         hit()
-        lists = list(_group_lists(call["sharded_state_dict"]))
-        _fill_steps(lists, _highest_anywhere(lists))
+    steps = [saved_step(part["param_groups"]) for _, part in parts]
+    if _pipeline_size() > 1:
+        steps = _highest_anywhere([path for path, _ in parts], steps)
+    for (_, part), step in zip(parts, steps, strict=True):
+        if step is None:
+            del part[COUNTS]  # no rank counts steps of it
+        else:
+            _fill_steps([part["param_groups"]], step)
 
 
 def _lists_of_counting(optimizers: list[Any], state: dict[Any, Any]) -> list[list[Any]]:
-    """Of a state dict in the shape of these optimizers, the groups of those that count steps."""
+    """Of a state dict in the shape of these optimizers, the groups of those that count steps,
+    without those that were saved without one."""
     alone = len(optimizers) == 1
     entries = [state if alone else state.get(number) for number in range(len(optimizers))]
     return [
         groups
-        for optimizer, entry in zip(optimizers, entries, strict=True)
+        for optimizer, part in zip(optimizers, map(_part_of, entries), strict=True)
         if _takes_step_from_groups(optimizer)
-        and isinstance(groups := _part_of(entry).get("param_groups"), list)
+        and isinstance(groups := part.get("param_groups"), list)
+        and not _says_no_step(part)
     ]
+
+
+def _says_no_step(part: dict[str, Any]) -> bool:
+    """Whether what an optimizer saved beside its param state is ours, and says that no rank had a
+    step: it did not step yet, whatever moments it was given."""
+    marked = bool(part.get(MARK)) and not part.get(COUNTS)
+    return marked and saved_step(part.get("param_groups", [])) is None
 
 
 def _takes_step_from_groups(optimizer: Any) -> bool:
@@ -98,18 +106,19 @@ def _takes_step_from_groups(optimizer: Any) -> bool:
     return counts_steps(optimizer.optimizer)
 
 
-def _group_lists(state: Any) -> Iterator[list[dict[str, Any]]]:
-    """The groups of optimizers that count steps, in whatever place the caller put them."""
+def _counting_parts(state: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """What optimizers that count steps save beside param state, with its path, in whatever place
+    the caller put it."""
     from vime_optim.reshard.engine import ParamState
 
-    for _, value in walk(state, leaves=ParamState):
+    for path, value in walk(state, leaves=ParamState):
         held = getattr(value, "data", value)  # a ShardedObject, where every stage writes its own
         if not isinstance(held, dict):
             continue
         if held is not value:
-            yield from _group_lists(held)
+            yield from ((path + inner, part) for inner, part in _counting_parts(held))
         elif value.get(COUNTS) and isinstance(value.get("param_groups"), list):
-            yield value["param_groups"]
+            yield path, value
 
 
 def _fill_steps(lists: Iterable[list[dict[str, Any]]], step: int | None = None) -> None:
@@ -122,10 +131,18 @@ def _fill_steps(lists: Iterable[list[dict[str, Any]]], step: int | None = None) 
                 group["step"] = step
 
 
-def _highest_anywhere(lists: Iterable[list[dict[str, Any]]]) -> int | None:
-    own = saved_step([group for groups in lists for group in groups])
-    step = collectives.highest(-1 if own is None else own)
-    return step if step >= 0 else None
+def _highest_anywhere(paths: list[Path], steps: list[int | None]) -> list[int | None]:
+    """Collective: the highest step of each path on any rank.
+
+    Ranks may hold different optimizers, so a path is one of a fixed number of places by its hash.
+    Two that share a place share their step, as optimizers of a chain do.
+    """
+    places = [zlib.crc32(repr(path).encode()) % _PLACES for path in paths]
+    own = [-1] * _PLACES
+    for place, step in zip(places, steps, strict=True):
+        own[place] = max(own[place], -1 if step is None else step)
+    found = collectives.highest(own)
+    return [found[place] if found[place] >= 0 else None for place in places]
 
 
 def _pipeline_size() -> int:
@@ -168,6 +185,8 @@ def _entry(
     entry["optimizer"] = {"param_groups": [dict(g) for g in match_groups(groups, saved)]}
     if all(part.get(MARK) for part in _parts(entries) if part.get("param_groups")):
         entry["optimizer"][MARK] = True
+    if any(part.get(COUNTS) for part in _parts(entries)):
+        entry["optimizer"][COUNTS] = True
     return entry
 
 

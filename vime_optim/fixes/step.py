@@ -43,6 +43,7 @@ from vime_optim.optimizer.refresh import note_restored
 from vime_optim.optimizer.restoring import sync_moved_params
 from vime_optim.optimizer.slots import slots_of
 from vime_optim.optimizer.steps import drop_steps, steps_as_numbers, write_step
+from vime_optim.optimizer.stock_state import MARK
 from vime_optim.probe import has_patch, missing_parameters, source_of
 from vime_optim.registry import (
     NEEDED,
@@ -98,6 +99,7 @@ def _load_state_dict(original: Any, hit: Hit, self: Any, state_dict: dict[str, A
         return
     hit()
     groups = match_groups(self.optimizer.param_groups, _groups_of(state_dict), identifiers())
+    saved = state_dict["optimizer"]
     step = saved_step(groups)
     correct_group_map(self)
     ensure_state(self)
@@ -108,7 +110,8 @@ def _load_state_dict(original: Any, hit: Hit, self: Any, state_dict: dict[str, A
         # Without Transformer Engine and Apex, Megatron asks every group for a step.
         original(self, _with_groups(state_dict, groups, step or 0))
     if counts and not step and "param_state" in state_dict:
-        _require_no_moments(self)
+        if not saved.get(MARK) or (step is None and saved.get(COUNTS)):
+            _require_no_moments(self)  # not said to have none by a save of ours
         if step is None and any("step" in group for group in self.optimizer.param_groups):
             step = 0  # FusedAdam's counters of before the load are those of other moments
     if step is not None:
@@ -143,7 +146,7 @@ def _with_groups(
 
 
 def _require_no_moments(dist_opt: Any) -> None:
-    """A checkpoint without a step was written before the first one: its moments are zero."""
+    """A checkpoint of stock without a step was written before the first one: no moment counts."""
     for model_param, _ in owned_params(dist_opt):
         for name, slot in slots_of(dist_opt, model_param).items():
             if name != MASTER and bool(slot.tensor.count_nonzero()):

@@ -35,6 +35,6 @@ def sync_moved_params(dist_opt: Any) -> None:
         return
     record = record_of(dist_opt)
     moved, record.has_moved_params = record.has_moved_params, False
-    if collectives.highest(int(moved), dist_opt.data_parallel_group):
+    if collectives.highest([moved], dist_opt.data_parallel_group)[0]:
         for chunk in dist_opt.model_chunks:
             chunk.start_param_sync(force_sync=True)

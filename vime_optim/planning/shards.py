@@ -209,7 +209,7 @@ def gather(local: Sequence[Any], group: Any) -> GlobalShards:
     key = tuple(torch.distributed.get_process_group_ranks(group))
     known = _last.get(key)
     changed = known is None or known[0] != digest
-    if not collectives.highest(int(changed), group):
+    if not collectives.highest([changed], group)[0]:
         assert known is not None
         return known[1]
     made = GlobalShards(collectives.gathered(mine, group), group)
