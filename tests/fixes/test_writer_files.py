@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from tests.conftest import LauncherPool
 from tests.writer.points import BAD, points
 
 
@@ -30,3 +33,24 @@ def test_disks_that_fail_and_files_that_go(release: str) -> None:
     found = points({"disk": 20, "removed": 10, "kill": 20}, release, limit_s=900)
     assert not bad(found), found
     assert any("raised, refused" in outcome for outcome in found["disk"]), found
+
+
+@pytest.mark.parametrize("release", ["0.16.1", pytest.param("0.19.2", marks=pytest.mark.matrix)])
+def test_a_method_that_somebody_put_in_place_writes(
+    release: str, launchers: LauncherPool, tmp_path: Path
+) -> None:
+    launcher = launchers.get(release)
+    payload = {"directory": str(tmp_path / "saved"), "saves": [1, 2]}
+    for answer in launcher.run(
+        "tests.fixes.own_writer_job:saves", world_size=2, payload=payload, out=tmp_path / "save"
+    ):
+        failed, *others = answer["errors"]
+        assert "this store is full" in failed
+        assert others == ["", ""]
+        noted = answer["noted"]
+        assert noted[1] > 0
+        assert noted[::2] == [0, 0]
+    for answer in launcher.run(
+        "tests.planning.plan_job:loads", world_size=2, payload=payload, out=tmp_path / "load"
+    ):
+        assert answer["equal"] == {"1": True, "2": True}

@@ -4,7 +4,8 @@ Symptom: a file that is cut short or damaged loads as it is (F14).
 Cause: nothing is noted of what was written.
 Changes: files are written by our writer, which digests on the way (commit/file_plan, commit/task,
 files/fastfile), and the digests are kept beside them in a manifest.
-Leaves alone: planning, `.metadata`, multi-storage-client paths, writers with stream extensions.
+Leaves alone: planning, `.metadata`, multi-storage-client paths, writers with stream extensions, or
+with another method that writes in the place of Megatron's.
 Remove when: upstream's checkpoints say what belongs to them, with digests.
 """
 
@@ -82,7 +83,17 @@ def _writes_plain_files(writer: Any) -> bool:
         return False
     if getattr(writer, "open_file", open) is not open:  # nvidia-resiliency-ext
         return False
+    if _writes_its_own_way(type(writer)):
+        return False
     return not getattr(getattr(writer, "transforms", None), "extensions", None)
+
+
+def _writes_its_own_way(kind: type) -> bool:
+    """Whether somebody put another method in the place of one that writes files."""
+    modules = [f"{place}.{_WRITER.partition(':')[0]}" for place in (STRATEGIES, NVRX)]
+    home = next((base.__module__ for base in kind.__mro__ if base.__module__ in modules), "")
+    written = (getattr(kind, name) for name in dir(kind) if name.startswith("write_preloaded_data"))
+    return bool(home) and any(method.__module__ != home for method in written)
 
 
 @FIX.wraps(f"{STRATEGIES}.{_WRITER}", "finish")
