@@ -21,13 +21,16 @@ def saves(payload: dict[str, Any]) -> dict[str, Any]:
     def fails(
         *_: Any, local_proc_idx: int, results_queue: Any, count_queue: Any, **__: Any
     ) -> None:
-        results_queue.put((local_proc_idx, OSError("this store is full")))
+        error = OSError("this store is full")
+        if results_queue is None:
+            raise error  # the last worker is the caller itself, from 0.17 on
+        results_queue.put((local_proc_idx, error))
         count_queue.get()
         count_queue.task_done()
 
-    def notes(*given: Any, write_bucket: Any, **named: Any) -> None:
+    def notes(*given: Any, write_bucket: Any, **named: Any) -> Any:
         Path(write_bucket[0]).with_suffix(".noted").touch()
-        writes(*given, write_bucket=write_bucket, **named)
+        return writes(*given, write_bucket=write_bucket, **named)
 
     errors = []
     for number, method in enumerate((fails, notes, writes)):
