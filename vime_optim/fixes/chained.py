@@ -22,6 +22,8 @@ from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from vime_optim import collectives
 from vime_optim.fixes.places import CHAINED_OPTIMIZER, in_save
 from vime_optim.optimizer.groups_only import COUNTS, saved_step
@@ -64,12 +66,12 @@ def _load_state_dict(original: Any, hit: Hit, self: Any, state_dict: Any) -> Non
 
 def agree_on_the_step(call: Call, hit: Hit) -> None:
     """Every group of an optimizer gets the optimizer's step, as a rank may hold none of its params.
-    Collective where ranks of several pipeline stages save."""
+    Collective where ranks may be of several pipeline stages."""
     parts = list(_counting_parts(call["sharded_state_dict"]))
     if parts:
         hit()
     steps = [saved_step(part["param_groups"]) for _, part in parts]
-    if _pipeline_size() > 1:
+    if _has_stages():
         steps = _highest_anywhere([path for path, _ in parts], steps)
     for (_, part), step in zip(parts, steps, strict=True):
         if step is None:
@@ -145,12 +147,16 @@ def _highest_anywhere(paths: list[Path], steps: list[int | None]) -> list[int | 
     return [found[place] if found[place] >= 0 else None for place in places]
 
 
-def _pipeline_size() -> int:
+def _has_stages() -> bool:
+    """Whether ranks may be of several pipeline stages: a caller's own process groups tell nothing
+    of it."""
     from megatron.core import parallel_state
 
+    if not torch.distributed.is_initialized():
+        return False
     if not parallel_state.model_parallel_is_initialized():
-        return 1
-    return int(parallel_state.get_pipeline_model_parallel_world_size())
+        return True
+    return int(parallel_state.get_pipeline_model_parallel_world_size()) > 1
 
 
 def fit_chain(optimizers: list[Any], state_dict: dict[Any, Any]) -> dict[Any, Any]:
